@@ -1,0 +1,378 @@
+"""Runs steps on the device: holds weights and pools, compiles every bucket, executes batches."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+from tqdm import tqdm
+
+from jpaged.runner.batch import PARAMETERS, buffer_size, unpack
+from jpaged.runner.buckets import Bucket
+from jpaged.runner.kv_pool import (
+    allocate_pool,
+    available_pool_bytes,
+    block_bytes,
+    blocks_in,
+    storage_dtype,
+)
+from jpaged.runner.sampler import (
+    MAX_LOGPROBS,
+    SamplingRows,
+    log_probabilities,
+    sample_rows,
+)
+
+logger = logging.getLogger(__name__)
+
+# Rows that the head and the sampler work on at once on a CPU: a step pays for the tiles that its
+# sampled rows fill, not for the bucket's padding. A GPU takes all rows at once.
+_CPU_TILE = 32
+# On a GPU the sampling program is compiled for these numbers of rows too, beside the most.
+_GPU_SAMPLING_ROWS = (32, 128)
+# One row of the packed result: token, chosen logprob, ids and logprobs of the best.
+RESULT_WIDTH = 2 + 2 * MAX_LOGPROBS
+
+
+class StepResult:
+    """The result of one step, on its way from the device."""
+
+    def __init__(self, rows: Int[Array, "S W"], prompt_rows: Int[Array, "T W"]) -> None:
+        self._rows = rows
+        self._prompt_rows = prompt_rows
+
+    def tokens(self, count: int) -> Int[np.ndarray, "count"]:
+        """The sampled tokens of the first `count` rows; waits for the step."""
+        return np.asarray(self._rows)[:count, 0]
+
+    def logprobs(self, row: int, best: int) -> tuple[float, dict[int, float]]:
+        """Of sampled row `row`: its token's logprob, and {token: logprob} of it and the best."""
+        return _read_logprobs(np.asarray(self._rows)[row], best)
+
+    def prompt_logprobs(self, index: int, best: int) -> dict[int, float]:
+        """{token: logprob} for the target of query token `index` of the step, as `logprobs`."""
+        return _read_logprobs(np.asarray(self._prompt_rows)[index], best)[1]
+
+
+def _read_logprobs(row: Int[np.ndarray, "W"], best: int) -> tuple[float, dict[int, float]]:
+    values = row.view(np.float32)
+    ids = row[2 : 2 + best].tolist()
+    logprobs = values[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + best].tolist()
+    chosen = float(values[1])
+    return chosen, {int(row[0]): chosen} | dict(zip(ids, logprobs))
+
+
+def _pack_rows(token, logprob, top_ids, top_logprobs) -> Int[Array, "R W"]:
+    def bits(x):
+        return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+
+    return jnp.concatenate(
+        [token[:, None], bits(logprob)[:, None], top_ids, bits(top_logprobs)], axis=1
+    )
+
+
+def _over_tiles(
+    tile: int, rows: int, live: Int[Array, ""], compute: Callable[[Int[Array, ""]], Array]
+) -> Int[Array, "rows W"]:
+    """`compute(start)` -> [tile, W] for the tiles that hold the first `live` rows, joined."""
+
+    def body(i, out):
+        start = jnp.minimum(i * tile, rows - tile)  # the last tile may overlap: same values again
+        return lax.dynamic_update_slice_in_dim(out, compute(start), start, axis=0)
+
+    out = jnp.zeros((rows, RESULT_WIDTH), jnp.int32)
+    return lax.fori_loop(0, -(-live // tile), body, out)
+
+
+class Sampling(NamedTuple):
+    """What the sampling program takes from the forward program: R rows, of which the first
+    `num_sampled` count."""
+
+    num_sampled: Int[Array, ""]
+    hidden: Float[Array, "R E"]
+    context_lens: Int[Array, "R"]
+    slots: Int[Array, "R"]
+    parameters: Int[Array, "R P"]
+    block_tables: Int[Array, "R M"]
+
+
+def forward(
+    model: nnx.Module,
+    kv_pool: Float[Array, "L N 2 K B D"],
+    token_pool: Int[Array, "N B"],
+    buffer: Int[Array, "words"],
+    *,
+    bucket: Bucket,
+    sampling_rows: int,
+    backend: str,
+    tile: int,
+) -> tuple[Array, Array, Sampling, Int[Array, "T W"]]:
+    """The first half of a step: KV writes, forward pass, logprobs of prompt tokens.
+
+    Returns the pools, what sampling needs (padded to `sampling_rows`), and the prompt tokens'
+    logprobs (rows of RESULT_WIDTH int32; zero where not asked for).
+    """
+    T, S, _ = bucket
+    N, B = token_pool.shape
+    batch = unpack(buffer, bucket)
+    starts = batch.query_starts
+
+    token = jnp.arange(T)
+    row = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, S - 1)
+    live = token < starts[-1]
+    position = batch.context_lens[row] - starts[row + 1] + token
+    position = jnp.where(live, position, 0)
+    slot = batch.block_tables[row, position // B] * B + position % B
+    slot = jnp.where(live, slot, N * B)  # out of range: dropped by the writes
+
+    token_pool = token_pool.at[slot // B, slot % B].set(batch.token_ids, mode="drop")
+    hidden, kv_pool = model(
+        batch.token_ids,
+        position,
+        kv_pool,
+        slot,
+        batch.block_tables,
+        starts,
+        batch.context_lens,
+        backend=backend,
+    )
+
+    def prompt_logprobs(start):
+        targets = lax.dynamic_slice_in_dim(batch.logprob_targets, start, min(tile, T), axis=0)
+
+        def compute():
+            rows = lax.dynamic_slice_in_dim(hidden, start, min(tile, T), axis=0)
+            wanted = jnp.maximum(targets, 0)
+            logits = model.logits(rows)  # type: ignore[attr-defined]
+            return _pack_rows(wanted, *log_probabilities(logits, wanted))
+
+        nothing = jnp.zeros((min(tile, T), RESULT_WIDTH), jnp.int32)
+        return lax.cond((targets >= 0).any(), compute, lambda: nothing)
+
+    wanted = jnp.where(batch.wants_prompt_logprobs > 0, starts[-1], 0)
+    prompt_rows = _over_tiles(min(tile, T), T, wanted, prompt_logprobs)
+
+    def padded(x):
+        return jnp.pad(x, [(0, sampling_rows - S)] + [(0, 0)] * (x.ndim - 1))
+
+    sampling = Sampling(
+        batch.num_sampled,
+        padded(hidden[jnp.maximum(starts[1:] - 1, 0)]),
+        padded(batch.context_lens),
+        padded(batch.slots),
+        padded(batch.parameters),
+        padded(batch.block_tables),
+    )
+    return kv_pool, token_pool, sampling, prompt_rows
+
+
+def sample(
+    model: nnx.Module,
+    token_pool: Int[Array, "N B"],
+    bias_table: Float[Array, "slots V"],
+    sampling: Sampling,
+    *,
+    tile: int,
+) -> Int[Array, "R W"]:
+    """The second half of a step: a token for each of the first num_sampled rows, packed with its
+    logprobs."""
+    rows = sampling.hidden.shape[0]
+
+    def compute(start):
+        hidden, *fields = (
+            lax.dynamic_slice_in_dim(x, start, min(tile, rows), axis=0) for x in sampling[1:]
+        )
+        logits = model.logits(hidden)  # type: ignore[attr-defined]
+        return _pack_rows(*sample_rows(logits, SamplingRows(*fields), token_pool, bias_table))
+
+    return _over_tiles(min(tile, rows), rows, sampling.num_sampled, compute)
+
+
+class ModelRunner:
+    """Weights, pools and compiled programs: for each bucket one for the forward pass, and one for
+    sampling that the buckets share (it takes as long to compile as a forward pass, and does not
+    depend on the number of tokens).
+
+    Not thread-safe. The pools are donated to each step and replaced by what it returns, so a step
+    that is under way must be the only user of them.
+    """
+
+    def __init__(
+        self,
+        graphdef: Any,
+        params: Any,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        hidden_size: int,
+        vocab_size: int,
+        buckets: list[Bucket],
+        block_size: int,
+        num_blocks: int | None,
+        max_num_seqs: int,
+        gpu_memory_utilization: float,
+        backend: str,
+    ) -> None:
+        """Allocates the pools; `compile` then makes the programs.
+
+        graphdef, params  of the model, by `nnx.split`
+        num_blocks        blocks in the pool; None takes what memory allows (kv_pool.py)
+
+        Raises ValueError if memory leaves no room for a pool.
+        """
+        self.buckets = buckets
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self._graphdef = graphdef
+        # Leaves and not a module: walking a module costs milliseconds a call.
+        self._leaves, self._treedef = jax.tree.flatten(params)
+        self._backend = backend
+        self._hidden_size = hidden_size
+        self.device = next(iter(self._leaves[0].devices()))
+        self._tile = _CPU_TILE if self.device.platform == "cpu" else max_num_seqs
+        self._pool_dtype = storage_dtype(self._leaves[0].dtype, self.device.platform)
+        self._pool_shape = (num_layers, num_kv_heads, head_dim)
+        self._max_num_seqs = max_num_seqs
+        self.bytes_per_block = block_bytes(
+            num_layers, num_kv_heads, block_size, head_dim, self._pool_dtype
+        )
+        self._bias_table = jnp.zeros((max_num_seqs, vocab_size), jnp.float32)
+        self._set_bias: Callable | None = None
+        self._forward: dict[Bucket, jax.stages.Compiled] = {}
+        self._sample: dict[tuple[int, int], jax.stages.Compiled] = {}  # by rows and table width
+        if num_blocks is None:
+            temporary = 0
+            if self.device.platform != "cpu":
+                # Temporary memory does not depend on the pool's size: it is updated in place.
+                analysis = self._compile_forward(buckets[-1], 2).memory_analysis()
+                assert analysis is not None, "the GPU backend reports its memory"
+                temporary = analysis.temp_size_in_bytes
+            available = available_pool_bytes(self.device, temporary, gpu_memory_utilization)
+            num_blocks = blocks_in(available, self.bytes_per_block, block_size)
+        self.num_blocks = num_blocks
+        self._kv_pool, self._token_pool = allocate_pool(
+            num_layers, num_blocks, num_kv_heads, block_size, head_dim, self._pool_dtype
+        )
+
+    def programs(self) -> dict[Bucket, jax.stages.Compiled]:
+        """The compiled forward program of each bucket (for its memory analysis, say)."""
+        return dict(self._forward)
+
+    def _sampling_rows(self, bucket: Bucket) -> int:
+        """Rows of the sampling program that a bucket uses: always the most on a CPU, where the
+        program works tile by tile, so that one program serves all."""
+        most = self.buckets[-1].sequences
+        choices = [most] if self.device.platform == "cpu" else [*_GPU_SAMPLING_ROWS, most]
+        return min(rows for rows in choices if bucket.sequences <= rows)
+
+    def _merge(self, leaves: list) -> nnx.Module:
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
+
+    def _leaf_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self._leaves]
+
+    def _compile_forward(self, bucket: Bucket, num_blocks: int) -> jax.stages.Compiled:
+        L, K, D = self._pool_shape
+        rows = self._sampling_rows(bucket)
+
+        def run(leaves, kv_pool, token_pool, buffer):
+            return forward(
+                self._merge(leaves), kv_pool, token_pool, buffer,
+                bucket=bucket, sampling_rows=rows, backend=self._backend, tile=self._tile,
+            )  # fmt: skip
+
+        run.__name__ = f"forward_{bucket.tokens}_{bucket.sequences}_{bucket.blocks}"
+        shapes = (
+            self._leaf_shapes(),
+            jax.ShapeDtypeStruct((L, num_blocks, 2, K, self.block_size, D), self._pool_dtype),
+            jax.ShapeDtypeStruct((num_blocks, self.block_size), jnp.int32),
+            jax.ShapeDtypeStruct((buffer_size(bucket),), jnp.int32),
+        )
+        return jax.jit(run, donate_argnums=(1, 2)).lower(*shapes).compile()
+
+    def _compile_sample(self, rows: int, width: int) -> jax.stages.Compiled:
+        def run(leaves, token_pool, bias_table, sampling):
+            model = self._merge(leaves)
+            return sample(model, token_pool, bias_table, sampling, tile=self._tile)
+
+        def ints(*shape):
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        run.__name__ = f"sample_{rows}_{width}"
+        hidden = jax.ShapeDtypeStruct((rows, self._hidden_size), self._leaves[0].dtype)
+        shapes = (
+            self._leaf_shapes(),
+            ints(self.num_blocks, self.block_size),
+            jax.ShapeDtypeStruct(self._bias_table.shape, jnp.float32),
+            Sampling(
+                ints(), hidden, ints(rows), ints(rows), ints(rows, len(PARAMETERS)),
+                ints(rows, width),
+            ),
+        )  # fmt: skip
+        return jax.jit(run).lower(*shapes).compile()
+
+    def _compile_set_bias(self) -> Callable:
+        def set_bias(table, slot, row):
+            return lax.dynamic_update_slice(table, row[None], (slot, 0))
+
+        shapes = (
+            jax.ShapeDtypeStruct(self._bias_table.shape, jnp.float32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+            jax.ShapeDtypeStruct((self.vocab_size,), jnp.float32),
+        )
+        return jax.jit(set_bias, donate_argnums=0).lower(*shapes).compile()
+
+    def compile(self, *, progress: bool = True) -> float:
+        """Compiles every bucket, in as many threads as there are cores; returns the seconds taken.
+
+        progress  draw a bar on standard error
+        """
+        began = time.perf_counter()
+        self._set_bias = self._compile_set_bias()
+        # The largest first: they take longest, so they should not be the last ones running.
+        jobs: dict[Future, tuple[dict, Any]] = {}
+        threads = min(8, os.cpu_count() or 1)
+        with (
+            ThreadPoolExecutor(threads) as pool,
+            tqdm(desc="Compiling", unit="program", disable=not progress) as bar,
+        ):
+            for key in sorted({(self._sampling_rows(b), b.blocks) for b in self.buckets}):
+                jobs[pool.submit(self._compile_sample, *key)] = self._sample, key
+            for bucket in reversed(self.buckets):
+                job = pool.submit(self._compile_forward, bucket, self.num_blocks)
+                jobs[job] = self._forward, bucket
+            bar.reset(total=len(jobs))
+            try:
+                for job in as_completed(jobs):
+                    programs, key = jobs[job]
+                    programs[key] = job.result()
+                    bar.update()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return time.perf_counter() - began
+
+    def set_bias(self, slot: int, row: Float[np.ndarray, "V"]) -> None:
+        """Put a request's logit bias into its row of the bias table: once a request, not a step."""
+        assert self._set_bias is not None, "compile() comes first"
+        self._bias_table = self._set_bias(self._bias_table, np.int32(slot), row)
+
+    def execute(self, bucket: Bucket, buffer: Int[np.ndarray, "words"]) -> StepResult:
+        """Dispatch one step and return at once. `buffer` must not be written to afterwards."""
+        self._kv_pool, self._token_pool, sampling, prompt_rows = self._forward[bucket](
+            self._leaves, self._kv_pool, self._token_pool, buffer
+        )
+        program = self._sample[self._sampling_rows(bucket), bucket.blocks]
+        rows = program(self._leaves, self._token_pool, self._bias_table, sampling)
+        return StepResult(rows, prompt_rows)

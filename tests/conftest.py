@@ -1,0 +1,86 @@
+"""Fixtures shared by all tests: a tiny random Llama, and the bundled SmolLM2."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jpaged.checkpoints import Checkpoint, load_checkpoint
+from jpaged.compilation_cache import enable_compilation_cache
+from jpaged.config import EngineConfig
+from jpaged.engine import Engine
+from jpaged.llm import LLM
+from jpaged.models import Llama, LlamaConfig
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory) -> None:
+    """Engines of equal shapes compile once a session: compiling is most of what the tests cost."""
+    enable_compilation_cache(str(tmp_path_factory.mktemp("xla")))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Checkpoint:
+    """The bundled SmolLM2-135M-Instruct in float32."""
+    return load_checkpoint("smollm2-135m", dtype=jnp.float32)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(smollm2: Checkpoint) -> Checkpoint:
+    """Two layers of random weights under SmolLM2's tokenizer and vocabulary: steps of milliseconds,
+    with real text."""
+    config = LlamaConfig(
+        vocab_size=smollm2.config.vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+    )
+    graphdef, params = nnx.split(Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0)), nnx.Param)
+    return Checkpoint(
+        name="tiny",
+        config=config,
+        model_class=Llama,
+        graphdef=graphdef,
+        params=params,
+        tokenizer=smollm2.tokenizer,
+        eos_token_ids=smollm2.eos_token_ids,
+        generation_config={},
+    )
+
+
+@pytest.fixture(scope="session")
+def make_engine(tiny_checkpoint: Checkpoint):
+    """Makes a warmed-up engine on the tiny model; keyword arguments override its small config."""
+
+    def make(checkpoint: Checkpoint = tiny_checkpoint, **overrides) -> Engine:
+        settings = {
+            "num_blocks": 64,
+            "block_size": 16,
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 32,
+        }
+        engine = Engine(checkpoint, EngineConfig(**(settings | overrides)))
+        engine.warmup(progress=False)
+        return engine
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(make_engine) -> LLM:
+    """An LLM on the tiny model: 64 blocks of 16 slots, max_model_len 256, 8 sequences at once.
+
+    Shared by the session: a test must leave no request unfinished.
+    """
+    return LLM.from_engine(make_engine())
