@@ -1,0 +1,123 @@
+"""Fills a model's stacked parameter leaves from a checkpoint, tensor by tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+from typing import Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import DTypeLike
+
+from jpaged.models import LlamaConfig, model_class
+
+# Where a leaf of the model comes from, in Hugging Face's names, and what stands there only to be
+# ignored. `{}` is the layer.
+_LLAMA = {
+    "embedding.table": "model.embed_tokens.weight",
+    "norm.scale": "model.norm.weight",
+    "head.table": "lm_head.weight",
+    "layers.attention_norm.scale": "model.layers.{}.input_layernorm.weight",
+    "layers.feed_forward_norm.scale": "model.layers.{}.post_attention_layernorm.weight",
+    **{
+        f"layers.{ours}_proj.{leaf}": f"model.layers.{{}}.{theirs}_proj.{name}"
+        for ours, theirs in [
+            *((f"attention.{x}", f"self_attn.{x}") for x in "qkvo"),
+            *((f"feed_forward.{x}", f"mlp.{x}") for x in ("gate", "up", "down")),
+        ]
+        for leaf, name in (("kernel", "weight"), ("bias", "bias"))
+    },
+}
+# Old folders store the inverse frequencies, which follow from the config; a tied head may be stored
+# besides the embedding.
+_IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|lm_head\.weight")
+
+
+class TensorSource(Protocol):
+    """A checkpoint's tensors under Hugging Face's names and in its layout (matrices [out, in])."""
+
+    name: str
+
+    def tensor_names(self) -> Set[str]:
+        """Return the names of all tensors."""
+
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+
+    def read_tensor(self, name: str) -> np.ndarray:
+        """Read one tensor (float32, float16, bfloat16 or float64)."""
+
+
+def load_parameters(
+    config: LlamaConfig, source: TensorSource, dtype: DTypeLike
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Return the graphdef of the model that `config` describes, and its parameters on the device.
+
+    Only one stacked leaf is held on the host besides what is already on the device. Names and
+    shapes of all tensors are checked before any is read: ValueError names the tensor, its shape and
+    the shape expected.
+    """
+    model = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    graphdef, abstract = nnx.split(model, nnx.Param)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    plans = [_LeafPlan(_dotted(path), leaf, config.num_layers) for path, leaf in leaves]
+    _check_names(source, {name for plan in plans for name in plan.tensors})
+    for plan in plans:
+        plan.check_shapes(source)
+    return graphdef, jax.tree_util.tree_unflatten(treedef, [plan.load(source) for plan in plans])
+
+
+def _dotted(path: tuple) -> str:
+    """Return a leaf's path as "layers.attention.q_proj.kernel"."""
+    return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+
+
+class _LeafPlan:
+    """One leaf of the model and the tensors that fill it."""
+
+    def __init__(self, path: str, leaf: jax.ShapeDtypeStruct, num_layers: int) -> None:
+        stacked = path.startswith("layers.")
+        template = _LLAMA[path]
+        self.shape, self.dtype, self.stacked = leaf.shape, leaf.dtype, stacked
+        self.transposed = path.endswith(".kernel")  # ours [in, out], theirs [out, in]
+        self.tensors = [template.format(i) for i in range(num_layers)] if stacked else [template]
+        part = self.shape[1:] if stacked else self.shape
+        self.expected = part[::-1] if self.transposed else part
+
+    def check_shapes(self, source: TensorSource) -> None:
+        for name in self.tensors:
+            found = tuple(source.tensor_shape(name))
+            if found != self.expected:
+                raise ValueError(
+                    f"tensor {name!r} of {source.name} must have shape {self.expected}, got {found}"
+                )
+
+    def load(self, source: TensorSource) -> jax.Array:
+        # JAX lets go of host memory that it has copied when it is next called: with this call, the
+        # leaf before is gone before this one is filled.
+        jax.device_put(np.int8(0)).block_until_ready()
+        host = np.empty(self.shape, self.dtype)
+        for i, name in enumerate(self.tensors):
+            tensor = source.read_tensor(name)
+            # One assignment transposes and converts: no further copy of the tensor is made.
+            (host[i] if self.stacked else host)[...] = tensor.T if self.transposed else tensor
+        return jax.device_put(host).block_until_ready()
+
+
+def _check_names(source: TensorSource, wanted: Set[str]) -> None:
+    found = source.tensor_names()
+    missing = sorted(wanted - found)
+    if missing:
+        raise ValueError(f"{source.name} lacks tensor {missing[0]!r}{_and_more(missing)}")
+    unknown = sorted(name for name in found - wanted if not _IGNORED.fullmatch(name))
+    if unknown:
+        raise ValueError(
+            f"{source.name} has tensor {unknown[0]!r}{_and_more(unknown)}, for which the model "
+            f"that its config describes has no place"
+        )
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

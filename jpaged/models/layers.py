@@ -1,0 +1,91 @@
+"""Building blocks that the model families share: Linear, RMSNorm, Embedding."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int
+
+_INIT = jax.nn.initializers.normal(0.02)
+
+
+def precision(dtype: DTypeLike) -> lax.Precision | None:
+    """Return the precision of a product: float32 operands mean IEEE float32, never TF32."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+class Linear(nnx.Module):
+    """y = x @ kernel + bias; kernel [in, out], products accumulated in float32.
+
+    `axes` are the mesh axes of (in, out): (None, "tp") splits the outputs over the devices, ("tp",
+    None) the inputs.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        axes: tuple[str | None, str | None],
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ) -> None:
+        kernel = _INIT(rngs.params(), (in_features, out_features), dtype)
+        self.kernel = nnx.Param(kernel, out_sharding=axes)
+        self.bias = (
+            nnx.Param(jnp.zeros((out_features,), dtype), out_sharding=axes[1:])
+            if bias
+            else nnx.data(None)
+        )
+
+    def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+        """Return [T, out] in float32; the caller rounds to the model's dtype where it wants to."""
+        kernel = self.kernel[...]
+        y = lax.dot_general(
+            x,
+            kernel,
+            (((1,), (0,)), ((), ())),
+            precision=precision(kernel.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467) in float32."""
+
+    def __init__(self, features: int, *, epsilon: float, dtype: DTypeLike) -> None:
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones((features,), dtype), out_sharding=(None,))
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """Return the normalised rows, rounded to x's dtype before they are scaled."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return (wide * lax.rsqrt(mean_square + self.epsilon)).astype(x.dtype) * self.scale[...]
+
+
+class Embedding(nnx.Module):
+    """A table [V, E]: token ids to rows, and (as a head) rows to logits over the vocabulary."""
+
+    def __init__(self, vocab_size: int, features: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        table = _INIT(rngs.params(), (vocab_size, features), dtype)
+        self.table = nnx.Param(table, out_sharding=("tp", None))
+
+    def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T E"]:
+        """Return the rows of the table."""
+        return jnp.take(self.table[...], token_ids, axis=0, mode="clip")
+
+    def logits(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
+        """Return float32 x @ table.T, without a transpose (9x faster in bfloat16 on a CPU)."""
+        table = self.table[...]
+        return lax.dot_general(
+            x,
+            table,
+            (((1,), (1,)), ((), ())),
+            precision=precision(table.dtype),
+            preferred_element_type=jnp.float32,
+        )

@@ -1,0 +1,216 @@
+"""The Llama family (Touvron et al. 2023, arXiv:2302.13971), with grouped-query attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int, Shaped
+
+from jpaged.models.layers import Embedding, Linear, RMSNorm
+from jpaged.models.rope import RopeConfig, rotate, rotation
+from pallas_kernels import paged_attention, write_kv
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama model; hashable, so that it can be a static attribute of the module."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    max_position_embeddings: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads={self.num_kv_heads}, "
+                f"got {self.num_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        if not self.rms_norm_eps >= 0:
+            raise ValueError(f"rms_norm_eps must be at least 0, got {self.rms_norm_eps!r}")
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention over the paged KV pool."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        self.config = config
+        width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+
+        def linear(size_in: int, size_out: int, axes: tuple[str | None, str | None]) -> Linear:
+            bias = config.attention_bias
+            return Linear(size_in, size_out, bias=bias, axes=axes, dtype=dtype, rngs=rngs)
+
+        self.q_proj = linear(config.hidden_size, width, (None, "tp"))
+        self.k_proj = linear(config.hidden_size, kv_width, (None, "tp"))
+        self.v_proj = linear(config.hidden_size, kv_width, (None, "tp"))
+        self.o_proj = linear(width, config.hidden_size, ("tp", None))
+
+    def __call__(
+        self,
+        x: Float[Array, "T E"],
+        rope: tuple[Float[Array, "T half"], Float[Array, "T half"]],
+        kv_pool: Shaped[Array, "L N 2 K B D"],
+        layer: Int[Array, ""],
+        slot_mapping: Int[Array, " T"],
+        block_tables: Int[Array, "S M"],
+        query_starts: Int[Array, " S+1"],
+        context_lens: Int[Array, " S"],
+        backend: str,
+    ) -> tuple[Float[Array, "T E"], Shaped[Array, "L N 2 K B D"]]:
+        """Write this step's keys and values, then attend; returns float32 [T, E] and the pool."""
+        heads = (x.shape[0], -1, self.config.head_dim)
+        q = rotate(self.q_proj(x).reshape(heads), *rope).astype(x.dtype)
+        k = rotate(self.k_proj(x).reshape(heads), *rope).astype(x.dtype)
+        v = self.v_proj(x).reshape(heads).astype(x.dtype)
+        kv_pool = write_kv(kv_pool, layer, k, v, slot_mapping, backend=backend)
+        out = paged_attention(
+            q,
+            kv_pool,
+            layer,
+            block_tables,
+            query_starts,
+            context_lens,
+            scale=self.config.head_dim**-0.5,
+            backend=backend,
+        )
+        assert isinstance(out, jax.Array)  # without its logarithms, which were not asked for
+        return self.o_proj(out.reshape(x.shape[0], -1)), kv_pool
+
+
+class FeedForward(nnx.Module):
+    """The gated feed-forward network: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        def linear(size_in: int, size_out: int, axes: tuple[str | None, str | None]) -> Linear:
+            bias = config.mlp_bias
+            return Linear(size_in, size_out, bias=bias, axes=axes, dtype=dtype, rngs=rngs)
+
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size, (None, "tp"))
+        self.up_proj = linear(config.hidden_size, config.intermediate_size, (None, "tp"))
+        self.down_proj = linear(config.intermediate_size, config.hidden_size, ("tp", None))
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """Return float32 [T, E]."""
+        gated = jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(gated.astype(x.dtype))
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-normalised attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        size, epsilon = config.hidden_size, config.rms_norm_eps
+        self.attention_norm = RMSNorm(size, epsilon=epsilon, dtype=dtype)
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.feed_forward_norm = RMSNorm(size, epsilon=epsilon, dtype=dtype)
+        self.feed_forward = FeedForward(config, dtype=dtype, rngs=rngs)
+
+
+class Llama(nnx.Module):
+    """A Llama decoder over packed tokens and a paged KV pool.
+
+    The layers' parameters are stacked ([num_layers, ...] leaves) and the layers scanned. A jitted
+    step takes the flat leaves of `nnx.split(model, nnx.Param)` and merges them inside;
+    `nnx.eval_shape` of the constructor gives the same graphdef.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
+    ) -> None:
+        self.config = config
+        vocab, size = config.vocab_size, config.hidden_size
+        with nnx.use_eager_sharding(False):  # the axes are metadata; no mesh need be set here
+            self.embedding = Embedding(vocab, size, dtype=dtype, rngs=rngs)
+            make = nnx.vmap(
+                lambda rngs: DecoderLayer(config, dtype=dtype, rngs=rngs),
+                in_axes=0,
+                out_axes=0,
+                transform_metadata={nnx.PARTITION_NAME: None},
+            )
+            self.layers = nnx.split_rngs(splits=config.num_layers)(make)(rngs)
+            self.norm = RMSNorm(size, epsilon=config.rms_norm_eps, dtype=dtype)
+            # [V, E] like the embedding, so that a tied and an untied head are the same product.
+            self.head = (
+                nnx.data(None)
+                if config.tie_word_embeddings
+                else Embedding(vocab, size, dtype=dtype, rngs=rngs)
+            )
+
+    def __call__(
+        self,
+        token_ids: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        kv_pool: Shaped[Array, "L N 2 K B D"],
+        slot_mapping: Int[Array, " T"],
+        block_tables: Int[Array, "S M"],
+        query_starts: Int[Array, " S+1"],
+        context_lens: Int[Array, " S"],
+        *,
+        backend: str = "auto",
+    ) -> tuple[Float[Array, "T E"], Shaped[Array, "L N 2 K B D"]]:
+        """Run one step: returns the hidden states after the final norm, and the updated pool.
+
+        token_ids, positions and slot_mapping describe the packed query tokens, the rest the
+        sequences (see `pallas_kernels.paged_attention`). Rows past query_starts[-1] are padding:
+        their slots lie outside the pool, and their hidden states mean nothing. The pool is updated
+        in place when the caller donates it.
+        """
+        rope = rotation(positions, self.config.rope, self.config.head_dim)
+        graphdef, stacked = nnx.split(self.layers)
+
+        def step(carry, xs):
+            x, kv_pool = carry
+            layer, state = xs
+            block: DecoderLayer = nnx.merge(graphdef, state)
+            attended, kv_pool = block.attention(
+                block.attention_norm(x),
+                rope,
+                kv_pool,
+                layer,
+                slot_mapping,
+                block_tables,
+                query_starts,
+                context_lens,
+                backend,
+            )
+            x = x + attended.astype(x.dtype)
+            x = x + block.feed_forward(block.feed_forward_norm(x)).astype(x.dtype)
+            return (x, kv_pool), None
+
+        layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+        x = self.embedding(token_ids)
+        (x, kv_pool), _ = lax.scan(step, (x, kv_pool), (layers, stacked))
+        return self.norm(x), kv_pool
+
+    def logits(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
+        """Return float32 logits [R, V] of rows of hidden states."""
+        return (self.embedding if self.head is None else self.head).logits(hidden)

@@ -1,0 +1,321 @@
+"""Operators on a paged KV cache.
+
+The KV pool is one array `[L, N, 2, K, B, D]`: layers, blocks, key or value, KV heads, block size,
+head dim. A token slot is a place for one token's key and value in every layer; its number is
+`block * block_size + offset`. A sequence's block table lists its blocks in the order of its tokens.
+Memory of the pool that was never written may hold anything, NaN included: nothing of it reaches a
+result. A pool of dtype uint16 holds bfloat16 bit patterns (XLA copies a bfloat16 pool at every
+write on a CPU in some versions); its keys, values and queries are bfloat16.
+
+Axis letters: T tokens in the step, S sequences, M blocks a sequence, N blocks in the pool, B block
+size, L layers, H query heads, K KV heads, D head dim, C blocks in a list, n parts to merge.
+
+Every operator is a pure function that may be called under `jax.jit`. `backend` is one of `auto`,
+`xla` (any platform, all features), `reference` (slow, the definition of the semantics), `triton`
+and `mosaic`; a backend that cannot do what is asked raises NotImplementedError, and `auto` takes
+the first that can.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Float32, Int32, Shaped
+
+from pallas_kernels import reference, xla
+from pallas_kernels.arguments import (
+    check_array,
+    check_attention,
+    check_layer,
+    check_like_pool,
+    check_pool,
+)
+
+__all__ = [
+    "copy_blocks",
+    "gather_blocks",
+    "merge_states",
+    "paged_attention",
+    "scatter_blocks",
+    "write_kv",
+]
+
+_BACKENDS: dict[str, ModuleType | None] = {
+    "xla": xla,
+    "reference": reference,
+    "triton": None,
+    "mosaic": None,
+}
+_AUTO: tuple[str, ...] = ("xla",)  # in the order in which they are tried
+
+
+def _dispatch(backend: str, call: Callable[[Any], Any]) -> Any:
+    """Calls `call` with the backend's module; for "auto" with the first that supports the call."""
+    if backend == "auto":
+        for candidate in _AUTO[:-1]:
+            try:
+                return _dispatch(candidate, call)
+            except NotImplementedError:
+                continue
+        return _dispatch(_AUTO[-1], call)
+    if backend not in _BACKENDS:
+        allowed = ", ".join(("auto", *_BACKENDS))
+        raise ValueError(f"backend must be one of {allowed}, got {backend!r}")
+    if _BACKENDS[backend] is None:
+        raise NotImplementedError(f"backend {backend!r} is not built yet")
+    return call(_BACKENDS[backend])
+
+
+def paged_attention(
+    q: Float[Array, "T H D"],
+    kv_pool: Shaped[Array, "L N 2 K B D"],
+    layer: int | Int32[Array, ""],
+    block_tables: Int32[Array, "S M"],
+    query_starts: Int32[Array, "S+1"],
+    context_lens: Int32[Array, "S"],
+    *,
+    scale: float | Float[Array, ""],
+    window: int | Int32[Array, ""] | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Float32[Array, "H"] | None = None,
+    sinks: Float32[Array, "H"] | None = None,
+    return_lse: bool = False,
+    plan: Any = None,
+    backend: str = "auto",
+) -> Float[Array, "T H D"] | tuple[Float[Array, "T H D"], Float32[Array, "T H"]]:
+    """Causal attention of the step's query tokens over their sequences' keys and values.
+
+    Query i of sequence s stands at position `p = context_lens[s] - query_len[s] + i`, where
+    `query_len[s] = query_starts[s + 1] - query_starts[s]`, and sees the keys at positions 0 .. p,
+    which the pool already holds. So decode rows have query_len 1, a chunk of a prompt has more, and
+    one call takes both. The softmax is in float32; float32 inputs mean float32 products (no TF32).
+
+    Args:
+        q: The queries of all sequences, packed; float32, bfloat16 or float16 like the pool. Rows
+            past `query_starts[S]` are padding.
+        kv_pool: The pool.
+        layer: The pool's layer to read, 0 .. L - 1; may be traced.
+        block_tables: The sequences' blocks. Entries past a sequence's last block may be any
+            integer.
+        query_starts: Row of each sequence's first query; ascending from 0.
+        context_lens: Tokens of each sequence in the pool, those of this step included; at most
+            M * B; 0 for an empty row.
+        scale: Factor on the products of query and key.
+        window: A query sees the keys at p - window + 1 .. p alone. None, or <= 0, means no window.
+        soft_cap: Scaled scores x become `soft_cap * tanh(x / soft_cap)`.
+        alibi_slopes: Adds `slope * (key position - p)` to the scores (ALiBi, Press et al. 2022).
+        sinks: One more logit a head in the softmax's denominator (and in lse), without a value.
+        return_lse: Also return the natural logarithm of the softmax's denominator.
+        plan: Work list for a backend that can use one; none of those built so far can.
+        backend: See the module.
+
+    Returns:
+        The outputs in q's dtype, and lse if asked for. Rows that see no key (padding) are 0, with
+        lse -inf.
+
+    Raises:
+        TypeError: An argument is no array, or of a wrong dtype or type.
+        ValueError: Shapes that do not go together, H % K != 0, layer outside the pool,
+            soft_cap <= 0, unknown backend.
+        NotImplementedError: The backend does not support the call, or a plan is given.
+    """
+    if plan is not None:
+        raise NotImplementedError(
+            f"plan must be None (work lists are not built yet), got {type(plan).__name__}"
+        )
+    check_attention(
+        q,
+        kv_pool,
+        layer,
+        block_tables,
+        query_starts,
+        context_lens,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    arrays = (q, kv_pool, block_tables, query_starts, context_lens)
+    q, kv_pool, block_tables, query_starts, context_lens = map(jnp.asarray, arrays)
+    return _dispatch(
+        backend,
+        lambda module: module.paged_attention(
+            q,
+            kv_pool,
+            layer,
+            block_tables,
+            query_starts,
+            context_lens,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            return_lse=return_lse,
+        ),
+    )
+
+
+def write_kv(
+    kv_pool: Shaped[Array, "L N 2 K B D"],
+    layer: int | Int32[Array, ""],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    slot_mapping: Int32[Array, "T"],
+    *,
+    backend: str = "auto",
+) -> Shaped[Array, "L N 2 K B D"]:
+    """Writes one layer's new keys and values into their token slots.
+
+    In place when the pool is donated, also when it is the carry of a loop over layers.
+
+    Args:
+        kv_pool: The pool.
+        layer: The layer to write, 0 .. L - 1; may be traced.
+        k: Keys, of the pool's dtype (bfloat16 for a pool of uint16).
+        v: Values, likewise.
+        slot_mapping: Slot of each token; slots outside 0 .. N * B - 1 are dropped (padding tokens
+            have N * B). A slot given twice ends up with either.
+        backend: See the module.
+
+    Returns:
+        The pool.
+
+    Raises:
+        TypeError: An argument is no array, or of a wrong dtype.
+        ValueError: Shapes that do not go together, layer outside the pool, unknown backend.
+        NotImplementedError: The backend does not support the call.
+    """
+    sizes: dict[str, int] = {}
+    check_pool(kv_pool, sizes)
+    check_layer(layer, sizes)
+    check_like_pool("k", k, "T K D", kv_pool, sizes)
+    check_like_pool("v", v, "T K D", kv_pool, sizes)
+    check_array("slot_mapping", slot_mapping, "T", (jnp.int32,), sizes)
+    kv_pool, k, v, slot_mapping = map(jnp.asarray, (kv_pool, k, v, slot_mapping))
+    return _dispatch(backend, lambda module: module.write_kv(kv_pool, layer, k, v, slot_mapping))
+
+
+def copy_blocks(
+    kv_pool: Shaped[Array, "L N 2 K B D"],
+    sources: Int32[Array, "C"],
+    destinations: Int32[Array, "C"],
+    *,
+    backend: str = "auto",
+) -> Shaped[Array, "L N 2 K B D"]:
+    """Copies blocks, in all layers; in place when the pool is donated.
+
+    The copies are simultaneous: a source is read as it was before the call.
+
+    Args:
+        kv_pool: The pool.
+        sources: Block ids to read.
+        destinations: Block ids to write, each at most once; a pair whose destination lies outside
+            0 .. N - 1 is dropped, whatever its source.
+        backend: See the module.
+
+    Returns:
+        The pool.
+
+    Raises:
+        TypeError: An argument is no array, or of a wrong dtype.
+        ValueError: Shapes that do not go together, unknown backend.
+        NotImplementedError: The backend does not support the call.
+    """
+    sizes: dict[str, int] = {}
+    check_pool(kv_pool, sizes)
+    check_array("sources", sources, "C", (jnp.int32,), sizes)
+    check_array("destinations", destinations, "C", (jnp.int32,), sizes)
+    kv_pool, sources, destinations = map(jnp.asarray, (kv_pool, sources, destinations))
+    return _dispatch(backend, lambda module: module.copy_blocks(kv_pool, sources, destinations))
+
+
+def gather_blocks(
+    kv_pool: Shaped[Array, "L N 2 K B D"],
+    blocks: Int32[Array, "C"],
+    *,
+    backend: str = "auto",
+) -> Shaped[Array, "L C 2 K B D"]:
+    """Reads blocks of all layers, as they are swapped out.
+
+    Args:
+        kv_pool: The pool.
+        blocks: Block ids; one outside 0 .. N - 1 reads some block or other.
+        backend: See the module.
+
+    Returns:
+        The blocks, in the pool's dtype.
+
+    Raises:
+        TypeError: An argument is no array, or of a wrong dtype.
+        ValueError: Shapes that do not go together, unknown backend.
+        NotImplementedError: The backend does not support the call.
+    """
+    sizes: dict[str, int] = {}
+    check_pool(kv_pool, sizes)
+    check_array("blocks", blocks, "C", (jnp.int32,), sizes)
+    kv_pool, blocks = jnp.asarray(kv_pool), jnp.asarray(blocks)
+    return _dispatch(backend, lambda module: module.gather_blocks(kv_pool, blocks))
+
+
+def scatter_blocks(
+    kv_pool: Shaped[Array, "L N 2 K B D"],
+    blocks: Int32[Array, "C"],
+    data: Shaped[Array, "L C 2 K B D"],
+    *,
+    backend: str = "auto",
+) -> Shaped[Array, "L N 2 K B D"]:
+    """Writes blocks of all layers, as they are swapped in; in place when the pool is donated.
+
+    Args:
+        kv_pool: The pool.
+        blocks: Block ids, each at most once; those outside 0 .. N - 1 are dropped.
+        data: What `gather_blocks` returned, in the pool's dtype.
+        backend: See the module.
+
+    Returns:
+        The pool.
+
+    Raises:
+        TypeError: An argument is no array, or of a wrong dtype.
+        ValueError: Shapes that do not go together, unknown backend.
+        NotImplementedError: The backend does not support the call.
+    """
+    sizes: dict[str, int] = {}
+    check_pool(kv_pool, sizes)
+    check_array("blocks", blocks, "C", (jnp.int32,), sizes)
+    check_array("data", data, "L C 2 K B D", (kv_pool.dtype,), sizes)
+    kv_pool, blocks, data = map(jnp.asarray, (kv_pool, blocks, data))
+    return _dispatch(backend, lambda module: module.scatter_blocks(kv_pool, blocks, data))
+
+
+def merge_states(
+    outs: Float[Array, "n T H D"],
+    lses: Float32[Array, "n T H"],
+    *,
+    backend: str = "auto",
+) -> tuple[Float[Array, "T H D"], Float32[Array, "T H"]]:
+    """Combines attention over disjoint ranges of keys into attention over their union.
+
+    Args:
+        outs: The parts' outputs; float32, bfloat16 or float16.
+        lses: The parts' log denominators (natural logarithm); -inf for a part that saw no key,
+            whose output is ignored.
+        backend: See the module.
+
+    Returns:
+        The output, in outs' dtype, and its lse. A row that no part saw a key of is 0, with -inf.
+
+    Raises:
+        TypeError: An argument is no array, or of a wrong dtype.
+        ValueError: Shapes that do not go together, unknown backend.
+        NotImplementedError: The backend does not support the call.
+    """
+    sizes: dict[str, int] = {}
+    check_array("outs", outs, "n T H D", (jnp.float32, jnp.bfloat16, jnp.float16), sizes)
+    check_array("lses", lses, "n T H", (jnp.float32,), sizes)
+    outs, lses = jnp.asarray(outs), jnp.asarray(lses)
+    return _dispatch(backend, lambda module: module.merge_states(outs, lses))

@@ -1,0 +1,128 @@
+"""Checks of the operators' arguments: shapes and dtypes alone, so that they also hold under jit.
+
+Values (a block id, a context length) live on the device and are never looked at here.
+"""
+
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def check_array(name: str, value, shape: str, dtypes: tuple, sizes: dict[str, int]) -> None:
+    """Refuses a value that is no array, or whose rank, axis sizes or dtype differ.
+
+    Args:
+        name: The argument's name, for the message.
+        value: The argument.
+        shape: Axis letters or numbers, such as "T H D" or "S+1".
+        dtypes: The allowed dtypes.
+        sizes: The axis sizes known so far; axes met for the first time are added.
+
+    Raises:
+        TypeError: value is no array, or its dtype is not allowed.
+        ValueError: value's rank or an axis differs.
+    """
+    if not isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be an array, got {type(value).__name__}")
+    axes = shape.split()
+    if value.ndim != len(axes):
+        raise ValueError(f"{name} must have shape [{', '.join(axes)}], got {value.shape}")
+    for axis, size in zip(axes, value.shape, strict=True):
+        if axis.isdigit():
+            expected = int(axis)
+        elif axis.endswith("+1"):
+            expected = sizes[axis[:-2]] + 1
+        else:
+            expected = sizes.setdefault(axis, size)
+        if size != expected:
+            raise ValueError(
+                f"{name} must have shape [{', '.join(axes)}] with {axis} = {expected}, "
+                f"got {value.shape}"
+            )
+    if value.dtype not in dtypes:
+        allowed = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
+        raise TypeError(f"{name} must be {allowed}, got {value.dtype}")
+
+
+def check_pool(kv_pool, sizes: dict[str, int]) -> None:
+    """Refuses a value that is no KV pool; records its axis sizes."""
+    check_array("kv_pool", kv_pool, "L N 2 K B D", (*_FLOATS, jnp.uint16), sizes)
+
+
+def check_like_pool(name: str, value, shape: str, kv_pool, sizes: dict[str, int]) -> None:
+    """Refuses an array whose dtype is not the one that the pool holds (bfloat16 for uint16)."""
+    check_array(name, value, shape, (*_FLOATS, jnp.uint16), sizes)
+    if value.dtype != value_dtype(kv_pool):
+        raise TypeError(
+            f"{name} must be {value_dtype(kv_pool).name} to go with a kv_pool of {kv_pool.dtype}, "
+            f"got {value.dtype}"
+        )
+
+
+def check_scalar(name: str, value, *, integer: bool) -> None:
+    """Refuses what is neither a Python number nor a scalar array (a bool is no number)."""
+    kind = "an int" if integer else "a number"
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        wanted = jnp.integer if integer else jnp.number
+        if value.ndim != 0:
+            raise ValueError(f"{name} must be a scalar, got shape {value.shape}")
+        if not jnp.issubdtype(value.dtype, wanted):
+            raise TypeError(f"{name} must be {kind}, got {value.dtype}")
+    elif isinstance(value, bool) or not isinstance(
+        value, numbers.Integral if integer else numbers.Real
+    ):
+        raise TypeError(f"{name} must be {kind}, got {value!r}")
+
+
+def check_layer(layer, sizes: dict[str, int]) -> None:
+    """Refuses a layer that is no integer scalar or, where its value is known, lies outside."""
+    check_scalar("layer", layer, integer=True)
+    if isinstance(layer, int) and not 0 <= layer < sizes["L"]:
+        raise ValueError(f"layer must be in [0, {sizes['L']}), got {layer}")
+
+
+def check_attention(
+    q,
+    kv_pool,
+    layer,
+    block_tables,
+    query_starts,
+    context_lens,
+    scale,
+    window,
+    soft_cap,
+    alibi_slopes,
+    sinks,
+) -> None:
+    """Refuses a call of paged_attention whose arguments do not fit together."""
+    sizes: dict[str, int] = {}
+    check_pool(kv_pool, sizes)
+    check_like_pool("q", q, "T H D", kv_pool, sizes)
+    if sizes["H"] % sizes["K"]:
+        raise ValueError(
+            f"q must have a multiple of kv_pool's {sizes['K']} heads, got {sizes['H']} heads"
+        )
+    check_layer(layer, sizes)
+    check_array("context_lens", context_lens, "S", (jnp.int32,), sizes)
+    check_array("query_starts", query_starts, "S+1", (jnp.int32,), sizes)
+    check_array("block_tables", block_tables, "S M", (jnp.int32,), sizes)
+    check_scalar("scale", scale, integer=False)
+    if window is not None:
+        check_scalar("window", window, integer=True)
+    if soft_cap is not None:
+        check_scalar("soft_cap", soft_cap, integer=False)
+        if isinstance(soft_cap, int | float) and not soft_cap > 0:
+            raise ValueError(f"soft_cap must be None or > 0, got {soft_cap!r}")
+    if alibi_slopes is not None:
+        check_array("alibi_slopes", alibi_slopes, "H", (jnp.float32,), sizes)
+    if sinks is not None:
+        check_array("sinks", sinks, "H", (jnp.float32,), sizes)
+
+
+def value_dtype(kv_pool) -> np.dtype:
+    """The dtype of the numbers in a pool: a pool of uint16 holds bfloat16 bit patterns."""
+    return jnp.dtype(jnp.bfloat16 if kv_pool.dtype == jnp.uint16 else kv_pool.dtype)

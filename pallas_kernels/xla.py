@@ -1,0 +1,46 @@
+"""The operators in plain JAX: all features, any platform, the default on a CPU."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.reference import merge_states
+from pallas_kernels.xla_attention import paged_attention
+
+__all__ = [
+    "copy_blocks",
+    "gather_blocks",
+    "merge_states",
+    "paged_attention",
+    "scatter_blocks",
+    "write_kv",
+]
+
+
+def write_kv(kv_pool, layer, k, v, slot_mapping):
+    """One scatter of the tokens' keys and values."""
+    _, num_blocks, _, _, block_size, _ = kv_pool.shape
+    kv = jnp.stack([k, v], axis=1)  # [T, 2, K, D]
+    if kv_pool.dtype == jnp.uint16:
+        kv = lax.bitcast_convert_type(kv, jnp.uint16)
+    # JAX counts negative indices from the end, so they have to be moved out of range by hand.
+    blocks = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
+    offsets = slot_mapping % block_size
+    return kv_pool.at[layer, blocks, :, :, offsets].set(kv, mode="drop")
+
+
+def copy_blocks(kv_pool, sources, destinations):
+    """A gather of all sources, then a scatter."""
+    return scatter_blocks(kv_pool, destinations, gather_blocks(kv_pool, sources))
+
+
+def gather_blocks(kv_pool, blocks):
+    """One gather over the block axis."""
+    blocks = jnp.clip(blocks, 0, kv_pool.shape[1] - 1)
+    return kv_pool.at[:, blocks].get(mode="promise_in_bounds")
+
+
+def scatter_blocks(kv_pool, blocks, data):
+    """One scatter over the block axis."""
+    # JAX counts negative indices from the end, so they have to be moved out of range by hand.
+    blocks = jnp.where(blocks < 0, kv_pool.shape[1], blocks)
+    return kv_pool.at[:, blocks].set(data, mode="drop")

@@ -1,0 +1,243 @@
+"""paged_attention: the reference against a naive loop, and xla against the reference."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pallas_kernels
+
+# Relative Frobenius errors. float32: sums over at most 160 keys in another order, 1e-6 is typical.
+# bfloat16: the result is rounded to 8 bits (2e-3 on average) and so are the softmax weights, whose
+# errors partly cancel.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}
+
+BUCKETS = {
+    "mha": {
+        "num_tokens": 8,
+        "num_sequences": 8,
+        "max_blocks": 10,
+        "block_size": 4,
+        "num_heads": 3,
+        "num_kv_heads": 3,
+    },
+    "gqa": {
+        "num_tokens": 40,
+        "num_sequences": 8,
+        "max_blocks": 10,
+        "block_size": 16,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+    },
+    # More than 128 queries in a row; blocks larger than a chunk of keys.
+    "mqa": {
+        "num_tokens": 168,
+        "num_sequences": 4,
+        "max_blocks": 2,
+        "block_size": 160,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "num_blocks": 6,
+    },
+}
+BUCKETS["gqa_bfloat16"] = BUCKETS["gqa"] | {"dtype": "bfloat16"}
+FEATURES = ("plain", "window", "everything")
+
+
+@partial(jax.jit, static_argnames=("soft_cap", "static_window", "backend"))
+def attend(*arguments, static_window=None, window=None, **keywords):
+    window = static_window if window is None else window
+    return pallas_kernels.paged_attention(
+        *arguments, scale=0.4, return_lse=True, window=window, **keywords
+    )
+
+
+def keywords_for(features: str, num_heads: int, window: int, seed: int) -> dict:
+    """The optional arguments of one variant; "everything" has a traced window."""
+    if features == "plain":
+        return {}
+    if features == "window":
+        return {"static_window": 19}
+    rng = np.random.default_rng(seed)
+    return {
+        "window": np.int32(window),
+        "soft_cap": 1.5,
+        "alibi_slopes": rng.uniform(0, 0.2, num_heads).astype(np.float32),
+        "sinks": rng.standard_normal(num_heads, dtype=np.float32),
+    }
+
+
+def naive_attention(batch, *, scale, window, soft_cap, alibi_slopes, sinks):
+    """The definition as plain loops in float64, from the contract's words."""
+    num_tokens, num_heads, head_dim = batch.q.shape
+    group = num_heads // batch.kv_pool.shape[3]
+    size = batch.kv_pool.shape[4]
+    out = np.zeros((num_tokens, num_heads, head_dim))
+    lse = np.full((num_tokens, num_heads), -np.inf)
+    for s, context_len in enumerate(batch.context_lens):
+        first, last = batch.query_starts[s], batch.query_starts[s + 1]
+        for token in range(first, last):
+            p = context_len - (last - first) + token - first
+            begin = max(0, p - window + 1) if window is not None and window > 0 else 0
+            for h in range(num_heads):
+                logits, values = [], []
+                for j in range(begin, p + 1):
+                    tile = batch.kv_pool[batch.layer, batch.block_tables[s, j // size]]
+                    key, value = tile[:, h // group, j % size].astype(np.float64)
+                    x = scale * float(batch.q[token, h].astype(np.float64) @ key)
+                    if soft_cap is not None:
+                        x = soft_cap * np.tanh(x / soft_cap)
+                    if alibi_slopes is not None:
+                        x += alibi_slopes[h] * (j - p)
+                    logits.append(x)
+                    values.append(value)
+                if not logits:
+                    continue
+                extra = [] if sinks is None else [float(sinks[h])]
+                lse[token, h] = np.log(np.sum(np.exp(logits + extra)))
+                weights = np.exp(np.array(logits) - lse[token, h])
+                out[token, h] = weights @ np.array(values)
+    return out, lse
+
+
+def assert_close(got, expected, tolerance):
+    out, lse = (np.asarray(x, np.float64) for x in got)
+    expected_out, expected_lse = (np.asarray(x, np.float64) for x in expected)
+    assert np.isfinite(out).all()
+    error = np.linalg.norm(out - expected_out)
+    assert error <= tolerance * np.linalg.norm(expected_out)
+    live = np.isfinite(expected_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), ~live)
+    np.testing.assert_allclose(lse[live], expected_lse[live], rtol=1e-5, atol=1e-5)
+    assert not out[~live].any()
+
+
+@st.composite
+def ragged_rows(draw, bucket):
+    """(query_len, context_len) of each row: empty, decode or several queries; the contexts end in
+    the middle, on, just below and just above the edge of a block."""
+    rows = []
+    size, left = bucket.block_size, bucket.num_tokens
+    for _ in range(draw(st.integers(1, bucket.num_sequences))):
+        most = min(left, size * bucket.max_blocks)
+        query_len = draw(st.sampled_from((0, 1, 1, 2, 7, size, size + 1, most)))
+        query_len = min(query_len, most)
+        edge = draw(st.integers(0, bucket.max_blocks)) * size
+        context_len = edge + draw(st.sampled_from((-1, 0, 1, size // 2)))
+        context_len = min(max(context_len, query_len), size * bucket.max_blocks)
+        # A row without a query may still have a context.
+        if query_len == 0 and draw(st.booleans()):
+            context_len = 0
+        rows.append((query_len, context_len))
+        left -= query_len
+    return rows
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("name", BUCKETS)
+def test_xla_is_reference(name, features, bucket_type, make_batch):
+    bucket = bucket_type(**BUCKETS[name])
+
+    @settings(max_examples=20, deadline=None, derandomize=True, database=None)
+    @given(ragged_rows(bucket), st.integers(-1, 70), st.integers(0, 2**20))
+    def check(rows, window, seed):
+        batch = make_batch(bucket, rows, seed)
+        keywords = keywords_for(features, bucket.num_heads, window, seed)
+        expected = attend(*batch.arguments, backend="reference", **keywords)
+        got = attend(*batch.arguments, backend="xla", **keywords)
+        assert got[0].dtype == batch.q.dtype and got[1].dtype == jnp.float32
+        assert_close(got, expected, TOLERANCE[bucket.dtype])
+
+    check()
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_naive_loop(features, backend, bucket_type, make_batch):
+    bucket = bucket_type(**BUCKETS["gqa"])
+    rows = [(1, 33), (0, 0), (17, 17), (1, 1), (0, 12), (5, 64), (1, 160)]
+    batch = make_batch(bucket, rows, seed=1)
+    keywords = keywords_for(features, bucket.num_heads, window=11, seed=2)
+    expected = naive_attention(
+        batch,
+        scale=0.4,
+        window=keywords.get("window", keywords.get("static_window")),
+        **{name: keywords.get(name) for name in ("soft_cap", "alibi_slopes", "sinks")},
+    )
+    got = attend(*batch.arguments, backend=backend, **keywords)
+    assert_close(got, expected, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_memory_before_the_window_is_not_read(backend, bucket_type, make_batch):
+    bucket = bucket_type(**BUCKETS["gqa"])
+    batch = make_batch(bucket, [(1, 150), (9, 100)], seed=3)
+    keywords = {"static_window": 19, "backend": backend}
+    expected = attend(*batch.arguments, **keywords)
+    # The first visible keys are 150 - 19 = 131 and 100 - 9 + 1 - 19 = 73: blocks 8 and 4.
+    batch.block_tables[0, :8] = -7
+    batch.block_tables[1, :4] = 2**31 - 1
+    # The ids above are clamped to the first and to the last block, which belong to no row now.
+    visible = np.concatenate([batch.block_tables[0, 8:10], batch.block_tables[1, 4:7]])
+    hidden = np.setdiff1d(np.arange(bucket.num_blocks), visible)
+    batch.kv_pool[:, hidden] = np.nan
+    for got, wanted in zip(attend(*batch.arguments, **keywords), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_bfloat16_pool_stored_as_uint16(bucket_type, make_batch):
+    bucket = bucket_type(**BUCKETS["gqa_bfloat16"])
+    batch = make_batch(bucket, [(1, 33), (17, 40), (1, 16)], seed=4)
+    q, pool, *rest = batch.arguments
+    for backend in ("reference", "xla"):
+        expected = attend(q, pool, *rest, backend=backend)
+        got = attend(q, pool.view(np.uint16), *rest, backend=backend)
+        np.testing.assert_array_equal(got[0], expected[0])
+        np.testing.assert_array_equal(got[1], expected[1])
+
+
+def test_row_does_not_depend_on_the_batch(bucket_type, make_batch):
+    """Not bitwise, since items are added up in another order; see TOLERANCE."""
+    bucket = bucket_type(**BUCKETS["gqa"])
+    rows = [(1, 100), (9, 77), (1, 160), (20, 20), (1, 5)]
+    batch = make_batch(bucket, rows, seed=5)
+    together, _ = attend(*batch.arguments, backend="xla")
+    for s, (query_len, context_len) in enumerate(rows):
+        start = batch.query_starts[s]
+        q = np.zeros_like(batch.q)
+        q[:query_len] = batch.q[start : start + query_len]
+        tables = np.zeros_like(batch.block_tables)
+        tables[0] = batch.block_tables[s]
+        starts = np.full_like(batch.query_starts, query_len)
+        starts[0] = 0
+        context_lens = np.zeros_like(batch.context_lens)
+        context_lens[0] = context_len
+        alone, _ = attend(
+            q, batch.kv_pool, np.int32(1), tables, starts, context_lens, backend="xla"
+        )
+        np.testing.assert_allclose(
+            alone[:query_len], together[start : start + query_len], rtol=1e-5, atol=1e-6
+        )
+
+
+def test_context_shorter_than_the_query(bucket_type, make_batch):
+    """Queries before position 0 see no key."""
+    bucket = bucket_type(**BUCKETS["gqa"])
+    batch = make_batch(bucket, [(1, 30), (9, 9), (4, 20)], seed=6)
+    batch.context_lens[1] = 5
+    expected = attend(*batch.arguments, backend="reference")
+    got = attend(*batch.arguments, backend="xla")
+    assert_close(got, expected, TOLERANCE["float32"])
+    assert not np.asarray(got[0][1:5]).any()
+
+
+def test_without_sequences_or_blocks(bucket_type, make_batch):
+    bucket = bucket_type(**BUCKETS["gqa"] | {"max_blocks": 0})
+    batch = make_batch(bucket, [], seed=7)
+    out, lse = attend(*batch.arguments, backend="xla")
+    assert not np.asarray(out).any()
+    assert np.isneginf(lse).all()
