@@ -53,7 +53,7 @@ class LLM:
     `generate` calls of one LLM may be interleaved.
 
     Args:
-        model: a folder, a .gguf file, a hub id or an alias ("smollm2-135m").
+        model: a folder, a .gguf file, a hub id or an alias; by default the bundled SmolLM2.
         tokenizer: where to take the tokenizer from instead: a folder, a .gguf file or a hub id.
         dtype: "auto" (bfloat16 on a GPU, float32 on a CPU), "float32" or "bfloat16".
         others: see `EngineConfig`.
@@ -67,7 +67,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] = "smollm2-135m",
         *,
         tokenizer: str | os.PathLike[str] | None = None,
         dtype: Any = "auto",

@@ -306,11 +306,11 @@ class ModelRunner:
             model = self._merge(leaves)
             return sample(model, token_pool, bias_table, sampling, tile=self._tile)
 
-        def ints(*shape):
+        def ints(*shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
         run.__name__ = f"sample_{rows}_{width}"
-        hidden = jax.ShapeDtypeStruct((rows, self._hidden_size), self._leaves[0].dtype)
+        hidden: Any = jax.ShapeDtypeStruct((rows, self._hidden_size), self._leaves[0].dtype)
         shapes = (
             self._leaf_shapes(),
             ints(self.num_blocks, self.block_size),

@@ -88,6 +88,16 @@ def test_greedy_tokens_are_transformers_through_a_pool_that_preempts(small_pool,
     check_against_golden(small_pool, golden)
 
 
+def test_no_bucket_copies_the_pool(small_pool):
+    runner = small_pool.engine.runner
+    pool = runner.num_blocks * runner.bytes_per_block
+    for bucket, program in runner.programs().items():
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes >= pool, bucket
+        # Activations of the largest bucket, far from the pool's 73 MB.
+        assert memory.temp_size_in_bytes < pool / 3, bucket
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",

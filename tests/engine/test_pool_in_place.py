@@ -1,0 +1,63 @@
+"""No bucket copies the KV pool: by what XLA says, and by the clock."""
+
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jpaged import SamplingParams
+from jpaged.checkpoints import Checkpoint
+from jpaged.engine import Engine
+from jpaged.models import Llama
+
+
+def pool_bytes(engine: Engine) -> int:
+    return engine.runner.num_blocks * engine.runner.bytes_per_block
+
+
+def check_memory(engine: Engine) -> None:
+    for bucket, program in engine.runner.programs().items():
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes >= pool_bytes(engine), bucket
+        assert memory.temp_size_in_bytes < pool_bytes(engine) / 4, bucket
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def checkpoint(request, tiny_checkpoint) -> Checkpoint:
+    model = Llama(tiny_checkpoint.config, dtype=jnp.dtype(request.param), rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(model, nnx.Param)
+    return Checkpoint(**(vars(tiny_checkpoint) | {"graphdef": graphdef, "params": params}))
+
+
+def best_step_seconds(engine: Engine) -> float:
+    """The shortest of many decode steps of eight sequences."""
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for i in range(8):
+        engine.add_request([i + 1] * 3, greedy)
+    engine.step()
+    seconds = []
+    while engine.has_unfinished_requests():
+        began = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - began)
+    return float(np.min(seconds))
+
+
+def test_neither_memory_nor_time_of_a_step_follow_the_pool(make_engine, checkpoint):
+    small, large = (
+        make_engine(checkpoint, num_blocks=count, max_num_batched_tokens=32)
+        for count in (8 * 1024, 128 * 1024)
+    )
+    assert pool_bytes(large) == 16 * pool_bytes(small) >= 2**29
+    for engine in (small, large):
+        check_memory(engine)
+    temporaries = [
+        [p.memory_analysis().temp_size_in_bytes for p in engine.runner.programs().values()]
+        for engine in (small, large)
+    ]
+    assert sorted(temporaries[0]) == sorted(temporaries[1])
+    # Copying half a gigabyte takes 100 ms and more, a step of this model a few: the bound leaves
+    # room for a busy machine, none for a copy.
+    assert best_step_seconds(large) < 1.5 * best_step_seconds(small) + 0.010
