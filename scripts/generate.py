@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
@@ -137,11 +138,11 @@ def opened(name: str, path: str, mode: str, use: str) -> Iterator[IO[Any]]:
         yield file
 
 
-def open_output(path: str | None) -> contextlib.AbstractContextManager[IO[str]]:
+def open_output(path: str | None, mode: str = "w") -> contextlib.AbstractContextManager[IO[str]]:
     """Where results go; standard output stays open."""
     if path is None or path == "-":
         return contextlib.nullcontext(sys.stdout)
-    return opened("output", path, "w", "written")
+    return opened("output", path, mode, "written")
 
 
 class PromptsFile:
@@ -220,6 +221,14 @@ def write(llm: LLM, requests: list[PreparedRequest], file: IO[str], *, as_json: 
         print(output_line(output) if as_json else output.outputs[0].text, file=file)
 
 
+def print_stats(llm: LLM, seconds: float) -> None:
+    """The engine's counters and the speed of the run, as one line of JSON on standard error."""
+    stats = dataclasses.asdict(llm.stats())
+    stats["seconds"] = round(seconds, 3)  # of generation: without loading and compiling
+    stats["generated_tokens_per_second"] = round(stats["generated_tokens"] / seconds, 1)
+    print(json.dumps(stats), file=sys.stderr)
+
+
 def generate(values: flags.FlagValues) -> int:
     """Do what the flags ask for; returns the exit code."""
     check_usage(values)
@@ -232,23 +241,27 @@ def generate(values: flags.FlagValues) -> int:
         lines = prompts_file.read()
     else:
         lines = [Line(number, text, "prompt", {}) for number, text in enumerate(values.prompt)]
+    with open_output(values.output, "a"):
+        pass  # it can be written: known before the model loads, and nothing in it is lost yet
+    requests: list[PreparedRequest] = []
+    if lines:
+        llm = load(values)
+        with as_usage_error():
+            defaults = dataclasses.replace(llm.engine.get_default_sampling_params(), **given)
+        for line in lines:
+            with prompts_file.reporting(line.number) if prompts_file else as_usage_error():
+                params = dataclasses.replace(defaults, **line.sampling)
+                requests.append(prepare(llm, line.key, line.prompt, values.chat, params))
     with open_output(values.output) as file:
         if lines:
-            llm = load(values)
-            with as_usage_error():
-                defaults = dataclasses.replace(llm.engine.get_default_sampling_params(), **given)
-            requests = []
-            for line in lines:
-                with prompts_file.reporting(line.number) if prompts_file else as_usage_error():
-                    params = dataclasses.replace(defaults, **line.sampling)
-                    requests.append(prepare(llm, line.key, line.prompt, values.chat, params))
+            began = time.perf_counter()
             if values.stream:
                 stream(llm, requests)
             else:
                 as_json = prompts_file is not None or values.output is not None
                 write(llm, requests, file, as_json=as_json)
             if values.stats:
-                print(json.dumps(dataclasses.asdict(llm.stats())), file=sys.stderr)
+                print_stats(llm, time.perf_counter() - began)
         file.flush()  # here, where a reader that went away is still noticed
     return 1 if prompts_file is not None and prompts_file.num_bad_lines else 0
 

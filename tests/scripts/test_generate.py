@@ -146,6 +146,16 @@ def test_prompt_logprobs_are_written_when_asked_for(run):
     assert record["prompt_logprobs"][0] is None
 
 
+def test_a_model_that_does_not_load_costs_no_earlier_results(script, monkeypatch, tmp_path, capsys):
+    output = tmp_path / "results.jsonl"
+    output.write_text("results of last night")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    arguments = ["--model", str(tmp_path / "no model"), "--prompt", "One", "--output", str(output)]
+    assert script.main(["generate.py", *arguments]) == 2
+    assert "model must be" in capsys.readouterr().err
+    assert output.read_text() == "results of last night"
+
+
 def test_output_to_standard_output(run):
     code, out, _ = run("--prompt", "One", "--prompt", "Two", "--output", "-", *GREEDY)
     assert code == 0
@@ -169,6 +179,7 @@ def test_stats_go_to_standard_error(run):
     assert len(out.splitlines()) == 1
     stats = json.loads(err.splitlines()[-1])
     assert {"num_blocks", "blocks_used", "steps", "compilations_after_warmup"} <= set(stats)
+    assert stats["seconds"] > 0 and stats["generated_tokens_per_second"] > 0
 
 
 def test_progress_goes_to_standard_error(run):
