@@ -299,18 +299,19 @@ class Engine:
         return outputs
 
     def _compute(self) -> tuple[StepPlan, StepResult, np.ndarray]:
-        """Schedule a step and run it; if that fails, every request is as it was, or preempted."""
-        plan = None
+        """Schedule a step and run it. If that fails, running requests are preempted: they lose
+        their memory but no token, and go on with the next step."""
         try:
+            # Not between taking memory, or donating the pool, and noting that it was done.
             with deferred_interrupt():
                 plan = self.scheduler.schedule()
-            result = self._execute(plan)
+                result = self._execute(plan)
             return plan, result, result.tokens(plan.num_sampled)
         except BaseException:
             # Ctrl-C, or a failing device: what was planned was not computed for certain.
-            if plan is not None:
-                with deferred_interrupt():
-                    self.scheduler.abandon(plan)
+            with deferred_interrupt():
+                self.runner.restore_pools()
+                self.scheduler.abandon()
             raise
 
     def _execute(self, plan: StepPlan) -> StepResult:

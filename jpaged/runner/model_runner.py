@@ -247,7 +247,7 @@ class ModelRunner:
         self.bytes_per_block = block_bytes(
             num_layers, num_kv_heads, block_size, head_dim, self._pool_dtype
         )
-        self._bias_table = jnp.zeros((max_num_seqs, vocab_size), jnp.float32)
+        self._bias_table = self._new_bias_table()
         self._set_bias: Callable | None = None
         self._forward: dict[Bucket, jax.stages.Compiled] = {}
         self._sample: dict[tuple[int, int], jax.stages.Compiled] = {}  # by rows and table width
@@ -261,9 +261,21 @@ class ModelRunner:
             available = available_pool_bytes(self.device, temporary, gpu_memory_utilization)
             num_blocks = blocks_in(available, self.bytes_per_block, block_size)
         self.num_blocks = num_blocks
-        self._kv_pool, self._token_pool = allocate_pool(
-            num_layers, num_blocks, num_kv_heads, block_size, head_dim, self._pool_dtype
-        )
+        self._kv_pool, self._token_pool = self._new_pools()
+
+    def _new_pools(self) -> tuple[Array, Array]:
+        L, K, D = self._pool_shape
+        return allocate_pool(L, self.num_blocks, K, self.block_size, D, self._pool_dtype)
+
+    def _new_bias_table(self) -> Float[Array, "slots V"]:
+        return jnp.zeros((self._max_num_seqs, self.vocab_size), jnp.float32)
+
+    def restore_pools(self) -> None:
+        """Allocate anew, and empty, what a failed step has lost: its arguments were donated."""
+        if self._kv_pool.is_deleted() or self._token_pool.is_deleted():
+            self._kv_pool, self._token_pool = self._new_pools()
+        if self._bias_table.is_deleted():
+            self._bias_table = self._new_bias_table()
 
     def programs(self) -> dict[Bucket, jax.stages.Compiled]:
         """The compiled forward program of each bucket (for its memory analysis, say)."""

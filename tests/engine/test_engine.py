@@ -234,6 +234,28 @@ def test_an_interrupted_step_harms_no_request(engine, monkeypatch):
     assert [results[i].outputs[0].token_ids for i in ids] == expected
 
 
+def test_a_step_that_fails_on_the_device_costs_no_request(engine, monkeypatch):
+    """The pools are donated to a step, so one that raises takes them along."""
+    expected = [generate(engine, prompt(20, i), GREEDY).outputs[0].token_ids for i in range(3)]
+    ids = [engine.add_request(prompt(20, i), GREEDY) for i in range(3)]
+    for _ in range(3):
+        engine.step()
+    execute = engine.runner.execute
+
+    def fail(*arguments):
+        execute(*arguments)
+        engine.runner._kv_pool.delete()
+        raise RuntimeError("the device is out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "execute", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+    engine.scheduler.check_integrity()
+    results = run_all(engine)
+    assert [results[i].outputs[0].token_ids for i in ids] == expected
+
+
 def test_block_map_names_the_owner_of_every_block_in_use(engine):
     a = engine.add_request(prompt(20, 1), GREEDY)
     b = engine.add_request(prompt(5, 2), GREEDY)
