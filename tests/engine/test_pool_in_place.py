@@ -50,7 +50,7 @@ def test_neither_memory_nor_time_of_a_step_follow_the_pool(make_engine, checkpoi
         make_engine(checkpoint, num_blocks=count, max_num_batched_tokens=32)
         for count in (4 * 1024, 64 * 1024)
     )
-    assert pool_bytes(large) == 16 * pool_bytes(small) >= 2**29
+    assert pool_bytes(large) == 16 * pool_bytes(small) >= 2**28
     for engine in (small, large):
         check_memory(engine)
     temporaries = [
@@ -58,6 +58,6 @@ def test_neither_memory_nor_time_of_a_step_follow_the_pool(make_engine, checkpoi
         for engine in (small, large)
     ]
     assert sorted(temporaries[0]) == sorted(temporaries[1])
-    # Copying half a gigabyte takes 100 ms and more, a step of this model a few: the bound leaves
+    # Copying a quarter of a gigabyte takes 50 ms and more, a step of this model a few: the bound leaves
     # room for a busy machine, none for a copy.
     assert best_step_seconds(large) < 1.5 * best_step_seconds(small) + 0.010
