@@ -73,14 +73,14 @@ def paged_attention(
     kv_pool: Shaped[Array, "L N 2 K B D"],
     layer: int | Int32[Array, ""],
     block_tables: Int32[Array, "S M"],
-    query_starts: Int32[Array, "S+1"],
-    context_lens: Int32[Array, "S"],
+    query_starts: Int32[Array, " S+1"],
+    context_lens: Int32[Array, " S"],
     *,
     scale: float | Float[Array, ""],
     window: int | Int32[Array, ""] | None = None,
     soft_cap: float | None = None,
-    alibi_slopes: Float32[Array, "H"] | None = None,
-    sinks: Float32[Array, "H"] | None = None,
+    alibi_slopes: Float32[Array, " H"] | None = None,
+    sinks: Float32[Array, " H"] | None = None,
     return_lse: bool = False,
     plan: Any = None,
     backend: str = "auto",
@@ -164,7 +164,7 @@ def write_kv(
     layer: int | Int32[Array, ""],
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
-    slot_mapping: Int32[Array, "T"],
+    slot_mapping: Int32[Array, " T"],
     *,
     backend: str = "auto",
 ) -> Shaped[Array, "L N 2 K B D"]:
@@ -201,8 +201,8 @@ def write_kv(
 
 def copy_blocks(
     kv_pool: Shaped[Array, "L N 2 K B D"],
-    sources: Int32[Array, "C"],
-    destinations: Int32[Array, "C"],
+    sources: Int32[Array, " C"],
+    destinations: Int32[Array, " C"],
     *,
     backend: str = "auto",
 ) -> Shaped[Array, "L N 2 K B D"]:
@@ -235,7 +235,7 @@ def copy_blocks(
 
 def gather_blocks(
     kv_pool: Shaped[Array, "L N 2 K B D"],
-    blocks: Int32[Array, "C"],
+    blocks: Int32[Array, " C"],
     *,
     backend: str = "auto",
 ) -> Shaped[Array, "L C 2 K B D"]:
@@ -263,7 +263,7 @@ def gather_blocks(
 
 def scatter_blocks(
     kv_pool: Shaped[Array, "L N 2 K B D"],
-    blocks: Int32[Array, "C"],
+    blocks: Int32[Array, " C"],
     data: Shaped[Array, "L C 2 K B D"],
     *,
     backend: str = "auto",

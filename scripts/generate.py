@@ -215,10 +215,11 @@ def stream(llm: LLM, requests: list[PreparedRequest]) -> None:
         print(flush=True)
 
 
-def write(llm: LLM, requests: list[PreparedRequest], file: IO[str], *, as_json: bool) -> None:
-    """Run the requests and write their results, a line each."""
-    for output in llm.run(requests, use_tqdm=len(requests) > 1):
+def write(outputs: list[RequestOutput], file: IO[str], *, as_json: bool) -> None:
+    """Write results, a line each."""
+    for output in outputs:
         print(output_line(output) if as_json else output.outputs[0].text, file=file)
+    file.flush()  # here, where a reader that went away is still noticed
 
 
 def print_stats(llm: LLM, seconds: float) -> None:
@@ -252,17 +253,17 @@ def generate(values: flags.FlagValues) -> int:
             with prompts_file.reporting(line.number) if prompts_file else as_usage_error():
                 params = dataclasses.replace(defaults, **line.sampling)
                 requests.append(prepare(llm, line.key, line.prompt, values.chat, params))
-    with open_output(values.output) as file:
-        if lines:
-            began = time.perf_counter()
-            if values.stream:
-                stream(llm, requests)
-            else:
-                as_json = prompts_file is not None or values.output is not None
-                write(llm, requests, file, as_json=as_json)
-            if values.stats:
-                print_stats(llm, time.perf_counter() - began)
-        file.flush()  # here, where a reader that went away is still noticed
+    if requests:
+        began = time.perf_counter()
+        if values.stream:
+            stream(llm, requests)
+        else:
+            outputs = llm.run(requests, use_tqdm=len(requests) > 1)
+            # Only now is an earlier file of that name emptied.
+            with open_output(values.output) as file:
+                write(outputs, file, as_json=prompts_file is not None or values.output is not None)
+        if values.stats:
+            print_stats(llm, time.perf_counter() - began)
     return 1 if prompts_file is not None and prompts_file.num_bad_lines else 0
 
 

@@ -282,7 +282,7 @@ class Scheduler:
             self._slots_used_share_sum += self.block_manager.slots_used_share
         return plan
 
-    def update(self, plan: StepPlan, tokens: Int[np.ndarray, "num_sampled"]) -> list[Sequence]:
+    def update(self, plan: StepPlan, tokens: Int[np.ndarray, " num_sampled"]) -> list[Sequence]:
         """Take in a step's result: the token sampled by each of the plan's first num_sampled rows.
 
         A sequence ends with "stop" at one of its request's stop_token_ids once it has at least

@@ -277,7 +277,7 @@ BAD_LINES = [
     ({"prompt_token_ids": [1.5]}, "must be an int"),
     ({"prompt_token_ids": [True]}, "must be an int"),
     ({"prompt_token_ids": []}, "must hold at least one token"),
-    ({"prompt_token_ids": [49152]}, "must be in [0, 49152), got 49152"),
+    ({"prompt_token_ids": [49152]}, "must be an int in [0, 49152), got 49152"),
     ({"messages": "a"}, "messages must be a list, got 'a'"),
     ({"messages": []}, "a conversation must hold at least one message"),
     ({"messages": [{"role": "user"}]}, "a message must be a dictionary with the strings"),
