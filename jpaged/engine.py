@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import threading
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Sized
 
 import numpy as np
@@ -53,8 +56,9 @@ def check_max_model_len(config: EngineConfig, model: LlamaConfig) -> None:
 class Engine:
     """Serves requests from one paged KV pool, with continuous batching.
 
-    Add requests, then call `step` until `has_unfinished_requests` is false. Single-threaded: all
-    calls must come from one thread. Call `warmup` once before the first step.
+    Add requests, then call `step` until `has_unfinished_requests` is false. Single-threaded: a call
+    from another thread while one is under way raises RuntimeError. Call `warmup` once before the
+    first step.
 
     Attributes:
         config: the EngineConfig, as given.
@@ -113,6 +117,7 @@ class Engine:
         # int32 [slots, P]: sampling parameters of the request in each slot.
         slots = len(self.scheduler.block_manager.tables)
         self._parameters = np.zeros((slots, len(PARAMETERS)), np.int32)
+        self._lock = threading.RLock()
         self._tracked: dict[str, RequestState] = {}
         self._pending_outputs: list[RequestOutput] = []  # for the next `step` to return
         self._requests_added = 0
@@ -249,7 +254,7 @@ class Engine:
             detokenizer = Detokenizer(
                 self.tokenizer, sampling_params.stop or (), sampling_params.min_tokens
             )
-        with deferred_interrupt():
+        with self._alone(), deferred_interrupt():
             self.scheduler.add(request)
             self._tracked[request_id] = RequestState(request, prompt, stream, seed, detokenizer)
             self._requests_added += 1
@@ -260,7 +265,7 @@ class Engine:
 
         The next `step` returns its output, with finish_reason "abort", unless `report` is False.
         """
-        with deferred_interrupt():
+        with self._alone(), deferred_interrupt():
             if not self.scheduler.abort(request_id):
                 return False
             tracked = self._tracked.pop(request_id)
@@ -295,13 +300,24 @@ class Engine:
         """Compute one step; returns the requests that changed (those added with stream=False only
         once they are finished), in no particular order. Without unfinished requests it computes
         nothing."""
-        if self.scheduler.has_unfinished:
-            # Ctrl-C waits for the end of the step: memory is taken, the pool donated and tokens
-            # noted down in it, and a half of that would be worse than a late answer.
-            with deferred_interrupt(), self._compilations:
-                self._compute_step()
-        outputs, self._pending_outputs = self._pending_outputs, []
-        return outputs
+        with self._alone():
+            if self.scheduler.has_unfinished:
+                # Ctrl-C waits for the end of the step: memory is taken, the pool donated and
+                # tokens noted down in it, and a half of that would be worse than a late answer.
+                with deferred_interrupt(), self._compilations:
+                    self._compute_step()
+            outputs, self._pending_outputs = self._pending_outputs, []
+            return outputs
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a second thread rather than let it spoil the books."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("an engine serves one thread: another is inside it now")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _compute_step(self) -> None:
         try:

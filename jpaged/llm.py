@@ -25,7 +25,7 @@ from jpaged.validation import shown
 if TYPE_CHECKING:
     from jpaged.stats import EngineStats
 
-Prompt = str | Sequence[int] | np.ndarray
+Prompt = str | Sequence[int] | np.ndarray | jax.Array
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -119,6 +119,7 @@ class LLM:
             check_config=functools.partial(check_max_model_len, config),
         )
         self._serve(Engine(checkpoint, config))
+        self.engine.get_default_sampling_params()  # a bad generation_config.json shows now
         self.engine.warmup()
 
     @classmethod
@@ -232,6 +233,13 @@ class LLM:
         self, requests: Sequence[PreparedRequest], *, use_tqdm: bool = False
     ) -> list[RequestOutput]:
         """Run prepared requests to their end; returns their outputs in order."""
+        return list(self.iterate(requests, use_tqdm=use_tqdm))
+
+    def iterate(
+        self, requests: Sequence[PreparedRequest], *, use_tqdm: bool = False
+    ) -> Iterator[RequestOutput]:
+        """Run prepared requests together; yields their outputs in order, each as soon as it and
+        those before it are finished. Closing the iterator aborts those that are not."""
         with contextlib.ExitStack() as stack:
             progress = None
             if use_tqdm:
@@ -242,19 +250,17 @@ class LLM:
             for request_id, request in zip(request_ids, requests, strict=True):
                 self._add(request_id, request, stream=False)
             unfinished = set(request_ids)
-            while unfinished:
-                self._step()
-                done = {name for name in unfinished if _is_finished(self._latest[name])}
-                self._check_known(unfinished - done)
-                unfinished -= done
-                if progress is not None:
-                    progress.update(len(done))
-            outputs = []
             for request_id in request_ids:
+                while request_id in unfinished:
+                    self._step()
+                    done = {name for name in unfinished if _is_finished(self._latest[name])}
+                    unfinished -= done
+                    self._check_known(unfinished)
+                    if progress is not None:
+                        progress.update(len(done))
                 output = self._latest[request_id]
-                assert output is not None and output.finished
-                outputs.append(output)
-        return outputs
+                assert output is not None
+                yield output
 
     def run_stream(self, request: PreparedRequest) -> Iterator[RequestOutput]:
         """Run a prepared request as `stream` does."""
@@ -388,7 +394,7 @@ def _is_int(value: Any) -> bool:
 
 def _as_list(name: str, value: Any) -> list[Any]:
     """A list of prompts or conversations; one alone becomes a list of one."""
-    if isinstance(value, str) or (isinstance(value, np.ndarray) and value.ndim == 1):
+    if isinstance(value, str) or (isinstance(value, np.ndarray | jax.Array) and value.ndim == 1):
         return [value]
     if not isinstance(value, list | tuple):
         what = "a prompt" if name == "prompts" else "a conversation"
@@ -416,9 +422,9 @@ def _params_for_each(sampling_params: Any, num_prompts: int) -> list[SamplingPar
 
 def _as_token_ids(prompt: Any) -> list[Any]:
     """Whatever the list or array holds; the engine checks the elements."""
-    if isinstance(prompt, np.ndarray):
+    if isinstance(prompt, np.ndarray | jax.Array):
         return prompt.tolist()
-    if not isinstance(prompt, list | tuple):
+    if not isinstance(prompt, list | tuple | range):
         raise TypeError(f"a prompt must be a string or a list of token ids, got {shown(prompt)}")
     return list(prompt)
 

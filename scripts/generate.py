@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -165,8 +166,9 @@ class PromptsFile:
             self.num_bad_lines += 1
             print(f"{self._path}: line {number}: {_one_line(error)}", file=sys.stderr)
 
-    def read(self) -> list[Line]:
-        """The well-formed lines. Blank lines are skipped."""
+    def read(self, given: dict[str, Any]) -> list[Line]:
+        """The well-formed lines, with `given` as the parameters that a line may override. Blank
+        lines are skipped."""
         lines = []
         with (
             contextlib.nullcontext(sys.stdin.buffer)
@@ -176,7 +178,9 @@ class PromptsFile:
             for number, raw in enumerate(file, start=1):
                 if raw.strip():
                     with self.reporting(number):
-                        lines.append(parse_line(number, raw))
+                        line = parse_line(number, raw)
+                        SamplingParams(**(given | line.sampling))  # before the model is loaded
+                        lines.append(line)
         return lines
 
 
@@ -215,11 +219,13 @@ def stream(llm: LLM, requests: list[PreparedRequest]) -> None:
         print(flush=True)
 
 
-def write(outputs: list[RequestOutput], file: IO[str], *, as_json: bool) -> None:
-    """Write results, a line each."""
-    for output in outputs:
-        print(output_line(output) if as_json else output.outputs[0].text, file=file)
-    file.flush()  # here, where a reader that went away is still noticed
+def write(outputs: Iterator[RequestOutput], path: str | None, *, as_json: bool) -> None:
+    """Write results, a line each, as they come; an earlier file is emptied by the first."""
+    first = next(outputs)
+    with open_output(path) as file:
+        for output in itertools.chain([first], outputs):
+            line = output_line(output) if as_json else output.outputs[0].text
+            print(line, file=file, flush=True)
 
 
 def print_stats(llm: LLM, seconds: float) -> None:
@@ -239,9 +245,12 @@ def generate(values: flags.FlagValues) -> int:
     prompts_file = None
     if values.prompts_file is not None:
         prompts_file = PromptsFile(values.prompts_file)
-        lines = prompts_file.read()
+        lines = prompts_file.read(given)
     else:
         lines = [Line(number, text, "prompt", {}) for number, text in enumerate(values.prompt)]
+    with as_usage_error():
+        if any(not line.prompt for line in lines) and prompts_file is None:
+            raise ValueError("a prompt must hold at least one token, got ''")
     with open_output(values.output, "a"):
         pass  # it can be written: known before the model loads, and nothing in it is lost yet
     requests: list[PreparedRequest] = []
@@ -258,10 +267,8 @@ def generate(values: flags.FlagValues) -> int:
         if values.stream:
             stream(llm, requests)
         else:
-            outputs = llm.run(requests, use_tqdm=len(requests) > 1)
-            # Only now is an earlier file of that name emptied.
-            with open_output(values.output) as file:
-                write(outputs, file, as_json=prompts_file is not None or values.output is not None)
+            as_json = prompts_file is not None or values.output is not None
+            write(llm.iterate(requests, use_tqdm=len(requests) > 1), values.output, as_json=as_json)
         if values.stats:
             print_stats(llm, time.perf_counter() - began)
     return 1 if prompts_file is not None and prompts_file.num_bad_lines else 0

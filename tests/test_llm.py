@@ -472,6 +472,9 @@ def test_the_constructor_loads_builds_and_warms_up(monkeypatch, tmp_path):
         def __init__(self, checkpoint, config):
             calls.append(("build", checkpoint, config))
 
+        def get_default_sampling_params(self):
+            calls.append(("check the defaults",))
+
         def warmup(self):
             calls.append(("warm up",))
 
@@ -499,6 +502,7 @@ def test_the_constructor_loads_builds_and_warms_up(monkeypatch, tmp_path):
     assert calls == [
         ("load", str(tmp_path), "other", "bfloat16"),
         ("build", "checkpoint", EngineConfig(**own)),
+        ("check the defaults",),
         ("warm up",),
     ]
 
@@ -540,3 +544,21 @@ def test_too_long_a_max_model_len_is_refused_before_any_weight_is_read(monkeypat
     monkeypatch.setattr(gguf.GGUFCheckpoint, "read_tensor", read)
     with pytest.raises(ValueError, match="max_model_len must be at most the model's 8192"):
         LLM(model="smollm2-135m", max_model_len=8193)
+
+
+def test_iterate_yields_in_order_as_soon_as_it_can(llm):
+    short, long = (SamplingParams(max_tokens=n, ignore_eos=True, temperature=0) for n in (2, 9))
+    requests = [llm.prepare("One", short), llm.prepare("Two", long), llm.prepare("Three", short)]
+    outputs = llm.iterate(requests)
+    assert len(next(outputs).outputs[0].token_ids) == 2
+    assert llm.engine.has_unfinished_requests()
+    outputs.close()
+    assert not llm.engine.has_unfinished_requests() and llm.stats().blocks_used == 0
+    assert [len(o.outputs[0].token_ids) for o in llm.iterate(requests)] == [2, 9, 2]
+
+
+def test_jax_arrays_and_ranges_are_prompts_too(llm):
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    expected = llm.generate([5, 6, 7], params)[0].outputs[0].token_ids
+    for prompt in (jnp.array([5, 6, 7]), [range(5, 8)], [jnp.array([5, 6, 7])]):
+        assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected

@@ -69,7 +69,8 @@ def _read_logprobs(row: Int[np.ndarray, " W"], best: int) -> tuple[float, dict[i
     ids = row[2 : 2 + best].tolist()
     logprobs = values[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + best].tolist()
     chosen = float(values[1])
-    return chosen, {int(row[0]): chosen} | dict(zip(ids, logprobs))
+    found = {token: value for token, value in zip(ids, logprobs) if token >= 0}
+    return chosen, {int(row[0]): chosen} | found
 
 
 def _pack_rows(token, logprob, top_ids, top_logprobs) -> Int[Array, "R W"]:
@@ -284,7 +285,14 @@ class ModelRunner:
 
     def _new_pools(self) -> tuple[Array, Array]:
         L, K, D = self._pool_shape
-        return allocate_pool(L, self.num_blocks, K, self.block_size, D, self._pool_dtype)
+        try:
+            return allocate_pool(L, self.num_blocks, K, self.block_size, D, self._pool_dtype)
+        except jax.errors.JaxRuntimeError as error:
+            size = self.num_blocks * self.bytes_per_block
+            raise ValueError(
+                f"num_blocks={self.num_blocks} asks for a KV pool of {size} bytes, "
+                "which cannot be allocated"
+            ) from error
 
     def _new_bias_table(self) -> Float[Array, "slots V"]:
         return jnp.zeros((self._num_slots, self.vocab_size), jnp.float32)

@@ -267,8 +267,8 @@ def _sample(
 def log_probabilities(
     logits: Float[Array, "R V"], chosen: Int[Array, " R"]
 ) -> tuple[Float[Array, " R"], Int[Array, "R 20"], Float[Array, "R 20"]]:
-    """The chosen tokens' logprobs, and the ids and logprobs of the 20 best (fewer if V < 20 are
-    followed by zeros)."""
+    """The chosen tokens' logprobs, and the ids and logprobs of the 20 best (if V < 20, ids of -1
+    follow them)."""
     normaliser = jax.nn.logsumexp(logits, axis=1)
     count = min(MAX_LOGPROBS, logits.shape[1])
     best, ids = lax.optimization_barrier(lax.top_k(logits, count))
@@ -276,7 +276,7 @@ def log_probabilities(
     picked = jnp.take_along_axis(logits, chosen[:, None], axis=1)[:, 0]
     return (
         picked - normaliser,
-        jnp.pad(ids.astype(jnp.int32), padding),
+        jnp.pad(ids.astype(jnp.int32), padding, constant_values=-1),
         jnp.pad(best - normaliser[:, None], padding),
     )
 

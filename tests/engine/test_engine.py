@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -512,3 +513,54 @@ def test_a_compilation_in_a_step_would_be_counted(make_engine, monkeypatch):
     engine.step()
     assert engine.stats().compilations_after_warmup == 1
     engine.abort("0")
+
+
+def test_a_second_thread_is_refused_and_spoils_nothing(engine, monkeypatch):
+    expected = generate(engine, prompt(20, 1), GREEDY).outputs[0].token_ids
+    request_id = engine.add_request(prompt(20, 1), GREEDY)
+    errors, execute = [], engine.runner.execute
+
+    def meddle():
+        for call in (
+            engine.step,
+            lambda: engine.add_request([1], GREEDY),
+            lambda: engine.abort(request_id),
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    def slow(*arguments):
+        thread = threading.Thread(target=meddle)
+        thread.start()
+        thread.join()
+        return execute(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "execute", slow)
+        engine.step()
+    assert errors == ["an engine serves one thread: another is inside it now"] * 3
+    assert run_all(engine)[request_id].outputs[0].token_ids == expected
+
+
+def test_logprobs_of_a_vocabulary_of_fewer_than_twenty(tiny_checkpoint, make_engine):
+    config = dataclasses.replace(tiny_checkpoint.config, vocab_size=10)
+    graphdef, params = nnx.split(Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0)), nnx.Param)
+    small = dataclasses.replace(
+        tiny_checkpoint,
+        config=config,
+        graphdef=graphdef,
+        params=params,
+        tokenizer=None,
+        eos_token_ids=(),
+    )
+    output = generate(make_engine(small), [1, 2], SamplingParams(logprobs=20, max_tokens=2))
+    for entry in output.outputs[0].logprobs:
+        assert sorted(entry) == list(range(10))
+        assert sum(np.exp(list(entry.values()))) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_pool_that_cannot_be_allocated_is_refused(make_engine):
+    with pytest.raises(ValueError, match="num_blocks=100000000 asks for a KV pool of"):
+        make_engine(num_blocks=10**8)

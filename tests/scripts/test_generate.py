@@ -156,6 +156,35 @@ def test_a_model_that_does_not_load_costs_no_earlier_results(script, monkeypatch
     assert output.read_text() == "results of last night"
 
 
+def test_results_that_are_finished_are_written_when_the_run_is_interrupted(
+    script, loaded, monkeypatch, tiny_llm, write_lines, tmp_path, capsys
+):
+    step, steps = tiny_llm.engine.step, []
+
+    def interrupted():
+        steps.append(None)
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(tiny_llm.engine, "step", interrupted)
+    lines = [{"prompt": "One", "max_tokens": 2}, {"prompt": "Two", "max_tokens": 50}]
+    output = tmp_path / "results.jsonl"
+    arguments = ["--prompts_file", str(write_lines(*lines)), "--output", str(output), *GREEDY]
+    assert script.main(["generate.py", *arguments, "--ignore_eos"]) == 130
+    (record,) = map(json.loads, output.read_text().splitlines())
+    assert record["prompt"] == "One" and len(record["outputs"][0]["token_ids"]) == 2
+
+
+def test_what_is_wrong_with_a_line_is_told_before_the_model_loads(
+    script, monkeypatch, write_lines, tmp_path, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    path = write_lines({"prompt": "One", "top_p": 7})
+    assert script.main(["generate.py", "--model", "/no/model", "--prompts_file", str(path)]) == 1
+    assert f"{path}: line 1: top_p must be" in capsys.readouterr().err
+
+
 def test_output_to_standard_output(run):
     code, out, _ = run("--prompt", "One", "--prompt", "Two", "--output", "-", *GREEDY)
     assert code == 0
@@ -520,8 +549,9 @@ class LLM:
         return SamplingParams()
     def prepare(self, prompt, params):
         return prompt
-    def run(self, requests, use_tqdm):
-        return [RequestOutput("0", p, [1], [CompletionOutput(0, TEXT, [1])]) for p in requests]
+    def iterate(self, requests, use_tqdm):
+        for p in requests:
+            yield RequestOutput("0", p, [1], [CompletionOutput(0, TEXT, [1])])
 
 sys.modules["jpaged.llm"] = types.SimpleNamespace(LLM=LLM)
 sys.argv = sys.argv[1:]
