@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-import operator
+import threading
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Sized
 
 import numpy as np
@@ -14,6 +16,7 @@ from jpaged.checkpoints import Checkpoint
 from jpaged.config import EngineConfig
 from jpaged.detokenizer import Detokenizer
 from jpaged.interrupts import deferred_interrupt
+from jpaged.models import LlamaConfig
 from jpaged.outputs import RequestOutput
 from jpaged.request_state import RequestState
 from jpaged.runner.batch import PARAMETERS, build_batch, pack_parameters
@@ -25,6 +28,7 @@ from jpaged.runner.sampler import MASKED_LOGIT
 from jpaged.sampling_params import MAX_SEED, SamplingParams
 from jpaged.scheduling import Request, Scheduler, Sequence, StepPlan
 from jpaged.stats import EngineStats
+from jpaged.validation import as_int
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +43,22 @@ _GENERATION_CONFIG_NAMES = {
 }
 
 
+def check_max_model_len(config: EngineConfig, model: LlamaConfig) -> None:
+    """Raise ValueError if config asks for longer sequences than the model was made for."""
+    limit = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len must be at most the model's {limit} positions, "
+            f"got {config.max_model_len}"
+        )
+
+
 class Engine:
     """Serves requests from one paged KV pool, with continuous batching.
 
-    Add requests, then call `step` until `has_unfinished_requests` is false. Single-threaded: all
-    calls must come from one thread. Call `warmup` once before the first step.
+    Add requests, then call `step` until `has_unfinished_requests` is false. Single-threaded: a call
+    from another thread while one is under way raises RuntimeError. Call `warmup` once before the
+    first step.
 
     Attributes:
         config: the EngineConfig, as given.
@@ -63,12 +78,8 @@ class Engine:
         self.config = config
         self.tokenizer = checkpoint.tokenizer
         self.vocab_size = model.vocab_size
+        check_max_model_len(config, model)
         self.max_model_len = config.max_model_len or model.max_position_embeddings
-        if self.max_model_len > model.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len must be at most the model's {model.max_position_embeddings} "
-                f"positions, got {self.max_model_len}"
-            )
         self._eos_token_ids = checkpoint.eos_token_ids
         self._generation_config = checkpoint.generation_config
         self.runner = ModelRunner(
@@ -86,7 +97,7 @@ class Engine:
             ),
             block_size=config.block_size,
             num_blocks=config.num_blocks,
-            max_num_seqs=config.max_num_seqs,
+            num_slots=min(config.max_num_seqs, config.max_num_batched_tokens),
             gpu_memory_utilization=config.gpu_memory_utilization,
             backend=config.attention_backend,
         )
@@ -106,6 +117,7 @@ class Engine:
         # int32 [slots, P]: sampling parameters of the request in each slot.
         slots = len(self.scheduler.block_manager.tables)
         self._parameters = np.zeros((slots, len(PARAMETERS)), np.int32)
+        self._lock = threading.RLock()
         self._tracked: dict[str, RequestState] = {}
         self._pending_outputs: list[RequestOutput] = []  # for the next `step` to return
         self._requests_added = 0
@@ -131,7 +143,10 @@ class Engine:
         }
         if self._generation_config.get("do_sample") is False:
             given["temperature"] = 0.0
-        return SamplingParams(**given)
+        try:
+            return SamplingParams(**given)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"generation_config.json: {error}") from error
 
     def validate_request(
         self, prompt_token_ids: Sized[int], sampling_params: SamplingParams
@@ -154,22 +169,12 @@ class Engine:
                 "prompt_token_ids must be a list of token ids, got "
                 f"{prompt_token_ids!r} of type {type(prompt_token_ids).__name__}"
             )
-        token_ids = []
-        for place, token in enumerate(prompt_token_ids):
-            if isinstance(token, bool | np.bool_):
-                raise TypeError(f"prompt_token_ids[{place}] must be an int, got {token!r}")
-            try:
-                token_id = operator.index(token)
-            except TypeError:
-                raise TypeError(
-                    f"prompt_token_ids[{place}] must be an int, got {token!r} of type "
-                    f"{type(token).__name__}"
-                ) from None
-            if not 0 <= token_id < self.vocab_size:
-                raise ValueError(
-                    f"prompt_token_ids[{place}] must be in [0, {self.vocab_size}), got {token_id}"
-                )
-            token_ids.append(token_id)
+        token_ids = list(prompt_token_ids)
+        # The loop below names the culprit; this spares good prompts of plain ints from it.
+        if set(map(type, token_ids)) != {int} or not (
+            min(token_ids) >= 0 and max(token_ids) < self.vocab_size
+        ):
+            token_ids = [self._checked_token(*item) for item in enumerate(token_ids)]
         if not token_ids:
             raise ValueError("prompt_token_ids must hold at least one token, got none")
         if len(token_ids) >= self.max_model_len:
@@ -178,6 +183,11 @@ class Engine:
                 f"leave room for one token, got {len(token_ids)} tokens"
             )
         return token_ids
+
+    def _checked_token(self, place: int, token: object) -> int:
+        name = f"prompt_token_ids[{place}]"
+        allowed = f"an int in [0, {self.vocab_size})"
+        return as_int(name, token, allowed=allowed, low=0, high=self.vocab_size - 1)
 
     def _max_total_tokens(self, prompt_length: int, sampling_params: SamplingParams) -> int:
         return min(prompt_length + sampling_params.max_tokens, self.max_model_len)
@@ -244,23 +254,28 @@ class Engine:
             detokenizer = Detokenizer(
                 self.tokenizer, sampling_params.stop or (), sampling_params.min_tokens
             )
-        with deferred_interrupt():
+        with self._alone(), deferred_interrupt():
             self.scheduler.add(request)
             self._tracked[request_id] = RequestState(request, prompt, stream, seed, detokenizer)
             self._requests_added += 1
         return request_id
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, *, report: bool = True) -> bool:
         """End a request at any point and give back its blocks; False if it is not unfinished.
 
-        The next `step` returns its output, with finish_reason "abort".
+        The next `step` returns its output, with finish_reason "abort", unless `report` is False.
         """
-        with deferred_interrupt():
+        with self._alone(), deferred_interrupt():
             if not self.scheduler.abort(request_id):
                 return False
             tracked = self._tracked.pop(request_id)
-            self._pending_outputs.append(tracked.output())
+            if report:
+                self._pending_outputs.append(tracked.output())
         return True
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request of this name is unfinished."""
+        return request_id in self._tracked
 
     def fork(
         self, request_id: str, n: int, sampling_params: SamplingParams | None = None
@@ -285,33 +300,42 @@ class Engine:
         """Compute one step; returns the requests that changed (those added with stream=False only
         once they are finished), in no particular order. Without unfinished requests it computes
         nothing."""
-        if self.scheduler.has_unfinished:
-            with self._compilations:
-                plan, result, tokens = self._compute()
-            with deferred_interrupt():
-                updated = self.scheduler.update(plan, tokens)
-                self._collect_prompt_logprobs(plan, result)
-                # The rows that sample come first, and `updated` keeps their order.
-                row_of = {id(sequence): row for row, sequence in enumerate(plan.sequences)}
-                for sequence in updated:
-                    self._advance(sequence, result, row_of[id(sequence)])
-        outputs, self._pending_outputs = self._pending_outputs, []
-        return outputs
+        with self._alone():
+            if self.scheduler.has_unfinished:
+                # Ctrl-C waits for the end of the step: memory is taken, the pool donated and
+                # tokens noted down in it, and a half of that would be worse than a late answer.
+                with deferred_interrupt(), self._compilations:
+                    self._compute_step()
+            outputs, self._pending_outputs = self._pending_outputs, []
+            return outputs
 
-    def _compute(self) -> tuple[StepPlan, StepResult, np.ndarray]:
-        """Schedule a step and run it; if that fails, every request is as it was, or preempted."""
-        plan = None
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a second thread rather than let it spoil the books."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("an engine serves one thread: another is inside it now")
         try:
-            with deferred_interrupt():
-                plan = self.scheduler.schedule()
+            yield
+        finally:
+            self._lock.release()
+
+    def _compute_step(self) -> None:
+        try:
+            plan = self.scheduler.schedule()
             result = self._execute(plan)
-            return plan, result, result.tokens(plan.num_sampled)
+            tokens = result.tokens(plan.num_sampled)
         except BaseException:
-            # Ctrl-C, or a failing device: what was planned was not computed for certain.
-            if plan is not None:
-                with deferred_interrupt():
-                    self.scheduler.abandon(plan)
+            # A failing device: what was planned was not computed for certain. The running requests
+            # lose their memory but no token, and go on with the next step.
+            self.scheduler.abandon()
+            self.runner.restore_pools()
             raise
+        updated = self.scheduler.update(plan, tokens)
+        self._collect_prompt_logprobs(plan, result)
+        # The rows that sample come first, and `updated` keeps their order.
+        row_of = {id(sequence): row for row, sequence in enumerate(plan.sequences)}
+        for sequence in updated:
+            self._advance(sequence, result, row_of[id(sequence)])
 
     def _execute(self, plan: StepPlan) -> StepResult:
         for sequence in plan.admitted:
@@ -352,13 +376,14 @@ class Engine:
         self._parameters[sequence.slot] = pack_parameters(
             {
                 "prompt_len": sequence.num_prompt_tokens,
-                "temperature": params.temperature,
+                "temperature": min(params.temperature, 1e30),
                 "top_k": min(params.top_k, self.vocab_size),
                 "top_p": params.top_p,
                 "min_p": params.min_p,
                 "presence_penalty": params.presence_penalty,
                 "frequency_penalty": params.frequency_penalty,
-                "repetition_penalty": params.repetition_penalty,
+                # Beyond float32's range a penalty would turn logits into infinities and NaN.
+                "repetition_penalty": min(max(params.repetition_penalty, 1e-30), 1e30),
                 "seed_high": tracked.seed >> 32,
                 "seed_low": tracked.seed,
                 "sample_index": sequence.index,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from jpaged.checkpoints import load_checkpoint
 from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
+from jpaged.engine import Engine, check_max_model_len
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.validation import shown
@@ -24,7 +25,7 @@ from jpaged.validation import shown
 if TYPE_CHECKING:
     from jpaged.stats import EngineStats
 
-Prompt = str | Sequence[int] | np.ndarray
+Prompt = str | Sequence[int] | np.ndarray | jax.Array
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -111,13 +112,19 @@ class LLM:
         resolved_dtype = resolve_dtype(dtype)
         if config.compilation_cache_dir is not None:
             enable_compilation_cache(config.compilation_cache_dir)
-        checkpoint = load_checkpoint(model, tokenizer=tokenizer, dtype=resolved_dtype)
+        checkpoint = load_checkpoint(
+            model,
+            tokenizer=tokenizer,
+            dtype=resolved_dtype,
+            check_config=functools.partial(check_max_model_len, config),
+        )
         self._serve(Engine(checkpoint, config))
+        self.engine.get_default_sampling_params()  # a bad generation_config.json shows now
         self.engine.warmup()
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
-        """An LLM over an engine made by hand (with random weights, say), warmed up or not."""
+        """An LLM over an engine made by hand (with random weights, say) and warmed up."""
         llm = cls.__new__(cls)
         llm._serve(engine)
         return llm
@@ -175,7 +182,8 @@ class LLM:
         """Complete one prompt; yields an output with the text and token ids so far as they come.
 
         The arguments are checked here, the request is queued at the first `next()`. Closing the
-        iterator, or an exception in the loop over it, aborts the request and frees its blocks.
+        iterator aborts the request and frees its blocks; leaving a `for` loop over it does so too,
+        unless the iterator has another name (then `contextlib.closing` is the way).
         """
         return self.run_stream(self.prepare(prompt, sampling_params))
 
@@ -225,6 +233,13 @@ class LLM:
         self, requests: Sequence[PreparedRequest], *, use_tqdm: bool = False
     ) -> list[RequestOutput]:
         """Run prepared requests to their end; returns their outputs in order."""
+        return list(self.iterate(requests, use_tqdm=use_tqdm))
+
+    def iterate(
+        self, requests: Sequence[PreparedRequest], *, use_tqdm: bool = False
+    ) -> Iterator[RequestOutput]:
+        """Run prepared requests together; yields their outputs in order, each as soon as it and
+        those before it are finished. Closing the iterator aborts those that are not."""
         with contextlib.ExitStack() as stack:
             progress = None
             if use_tqdm:
@@ -235,15 +250,17 @@ class LLM:
             for request_id, request in zip(request_ids, requests, strict=True):
                 self._add(request_id, request, stream=False)
             unfinished = set(request_ids)
-            while unfinished:
-                done = unfinished & {
-                    output.request_id for output in self._step() if output.finished
-                }
-                unfinished -= done
-                if progress is not None:
-                    progress.update(len(done))
-            outputs = [self._latest[request_id] for request_id in request_ids]
-        return [output for output in outputs if output is not None]
+            for request_id in request_ids:
+                while request_id in unfinished:
+                    self._step()
+                    done = {name for name in unfinished if _is_finished(self._latest[name])}
+                    unfinished -= done
+                    self._check_known(unfinished)
+                    if progress is not None:
+                        progress.update(len(done))
+                output = self._latest[request_id]
+                assert output is not None
+                yield output
 
     def run_stream(self, request: PreparedRequest) -> Iterator[RequestOutput]:
         """Run a prepared request as `stream` does."""
@@ -253,6 +270,8 @@ class LLM:
             while not _is_finished(seen):
                 while self._latest[request_id] is seen:
                     self._step()
+                    if self._latest[request_id] is seen:
+                        self._check_known({request_id})
                 seen = self._latest[request_id]
                 assert seen is not None
                 yield seen
@@ -260,13 +279,17 @@ class LLM:
     @contextlib.contextmanager
     def _in_flight(self) -> Iterator[str]:
         """A new request id of ours; on leaving, the request is aborted unless it has finished."""
-        request_id = f"llm-{next(self._request_numbers)}"
+        request_id = next(
+            name
+            for number in self._request_numbers
+            if not self.engine.has_request(name := f"llm-{number}")
+        )
         self._latest[request_id] = None
         try:
             yield request_id
         finally:
             if not _is_finished(self._latest.pop(request_id)):
-                self.engine.abort(request_id)
+                self.engine.abort(request_id, report=False)
 
     def _add(self, request_id: str, request: PreparedRequest, *, stream: bool) -> None:
         self.engine.add_request(
@@ -277,12 +300,19 @@ class LLM:
             stream=stream,
         )
 
-    def _step(self) -> list[RequestOutput]:
-        outputs = self.engine.step()
-        for output in outputs:
+    def _step(self) -> None:
+        for output in self.engine.step():
             if output.request_id in self._latest:
                 self._latest[output.request_id] = output
-        return outputs
+
+    def _check_known(self, request_ids: set[str]) -> None:
+        """Rather an error than to wait for ever for an output that somebody else was given."""
+        for request_id in request_ids:
+            if not self.engine.has_request(request_id):
+                raise RuntimeError(
+                    f"request {request_id!r} ended outside this call: while LLM's methods run, "
+                    "nobody else may step the engine or abort their requests"
+                )
 
     def _prepare_and_run(
         self,
@@ -364,7 +394,7 @@ def _is_int(value: Any) -> bool:
 
 def _as_list(name: str, value: Any) -> list[Any]:
     """A list of prompts or conversations; one alone becomes a list of one."""
-    if isinstance(value, str) or (isinstance(value, np.ndarray) and value.ndim == 1):
+    if isinstance(value, str) or (isinstance(value, np.ndarray | jax.Array) and value.ndim == 1):
         return [value]
     if not isinstance(value, list | tuple):
         what = "a prompt" if name == "prompts" else "a conversation"
@@ -392,9 +422,9 @@ def _params_for_each(sampling_params: Any, num_prompts: int) -> list[SamplingPar
 
 def _as_token_ids(prompt: Any) -> list[Any]:
     """Whatever the list or array holds; the engine checks the elements."""
-    if isinstance(prompt, np.ndarray):
+    if isinstance(prompt, np.ndarray | jax.Array):
         return prompt.tolist()
-    if not isinstance(prompt, list | tuple):
+    if not isinstance(prompt, list | tuple | range):
         raise TypeError(f"a prompt must be a string or a list of token ids, got {shown(prompt)}")
     return list(prompt)
 

@@ -81,7 +81,7 @@ def paged_attention(
     kv_pool: Shaped[Array, "L N 2 K B D"],
     layer: int | Int32[Array, ""],
     block_tables: Int32[Array, "S M"],
-    query_starts: Int32[Array, "S+1"],
+    query_starts: Int32[Array, " S+1"],
     context_lens: Int32[Array, " S"],
     *,
     scale: float | Float[Array, ""],
@@ -169,8 +169,8 @@ def paged_attention(
 
 
 def plan_attention(
-    query_starts: Int32[Array, "S+1"],
-    context_lens: Int32[Array, "S"],
+    query_starts: Int32[Array, " S+1"],
+    context_lens: Int32[Array, " S"],
     *,
     num_tokens: int,
     num_heads: int,

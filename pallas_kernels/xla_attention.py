@@ -203,12 +203,18 @@ def _decode(call, is_decode, num_rows):
         keep = jnp.exp(old.maximum - new_maximum)
         factor = jnp.exp(maximum - new_maximum[local])  # [item, H]
         spread = jnp.repeat(factor, head_dim, axis=1)
+        total, output = total * factor, output * spread
+        # 0 * NaN is NaN: an item that is not finite must not enter the product, or it would spoil
+        # the other sequences of the trip. Its own sequence is NaN from here on.
+        is_finite = jnp.isfinite(total).all(axis=1) & jnp.isfinite(output).all(axis=1)
+        is_spoilt = (belongs & ~is_finite).any(axis=1)
+        total, output = (jnp.where(is_finite[:, None], x, 0.0) for x in (total, output))
         belongs = belongs.astype(jnp.float32)
+        added = jnp.where(is_spoilt[:, None], jnp.nan, _dot("rw,we->re", belongs, output))
         new = _State(
             new_maximum,
-            old.total * keep + _dot("rw,wh->rh", belongs, total * factor),
-            old.output * keep[..., None]
-            + _dot("rw,we->re", belongs, output * spread).reshape(width, num_heads, head_dim),
+            old.total * keep + _dot("rw,wh->rh", belongs, total),
+            old.output * keep[..., None] + added.reshape(width, num_heads, head_dim),
         )
         return jax.tree.map(
             lambda x, y: lax.dynamic_update_slice_in_dim(x, y, first, axis=0), states, new

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
@@ -137,11 +139,11 @@ def opened(name: str, path: str, mode: str, use: str) -> Iterator[IO[Any]]:
         yield file
 
 
-def open_output(path: str | None) -> contextlib.AbstractContextManager[IO[str]]:
+def open_output(path: str | None, mode: str = "w") -> contextlib.AbstractContextManager[IO[str]]:
     """Where results go; standard output stays open."""
     if path is None or path == "-":
         return contextlib.nullcontext(sys.stdout)
-    return opened("output", path, "w", "written")
+    return opened("output", path, mode, "written")
 
 
 class PromptsFile:
@@ -164,8 +166,9 @@ class PromptsFile:
             self.num_bad_lines += 1
             print(f"{self._path}: line {number}: {_one_line(error)}", file=sys.stderr)
 
-    def read(self) -> list[Line]:
-        """The well-formed lines. Blank lines are skipped."""
+    def read(self, given: dict[str, Any]) -> list[Line]:
+        """The well-formed lines, with `given` as the parameters that a line may override. Blank
+        lines are skipped."""
         lines = []
         with (
             contextlib.nullcontext(sys.stdin.buffer)
@@ -175,7 +178,9 @@ class PromptsFile:
             for number, raw in enumerate(file, start=1):
                 if raw.strip():
                     with self.reporting(number):
-                        lines.append(parse_line(number, raw))
+                        line = parse_line(number, raw)
+                        SamplingParams(**(given | line.sampling))  # before the model is loaded
+                        lines.append(line)
         return lines
 
 
@@ -214,10 +219,21 @@ def stream(llm: LLM, requests: list[PreparedRequest]) -> None:
         print(flush=True)
 
 
-def write(llm: LLM, requests: list[PreparedRequest], file: IO[str], *, as_json: bool) -> None:
-    """Run the requests and write their results, a line each."""
-    for output in llm.run(requests, use_tqdm=len(requests) > 1):
-        print(output_line(output) if as_json else output.outputs[0].text, file=file)
+def write(outputs: Iterator[RequestOutput], path: str | None, *, as_json: bool) -> None:
+    """Write results, a line each, as they come; an earlier file is emptied by the first."""
+    first = next(outputs)
+    with open_output(path) as file:
+        for output in itertools.chain([first], outputs):
+            line = output_line(output) if as_json else output.outputs[0].text
+            print(line, file=file, flush=True)
+
+
+def print_stats(llm: LLM, seconds: float) -> None:
+    """The engine's counters and the speed of the run, as one line of JSON on standard error."""
+    stats = dataclasses.asdict(llm.stats())
+    stats["seconds"] = round(seconds, 3)  # of generation: without loading and compiling
+    stats["generated_tokens_per_second"] = round(stats["generated_tokens"] / seconds, 1)
+    print(json.dumps(stats), file=sys.stderr)
 
 
 def generate(values: flags.FlagValues) -> int:
@@ -229,27 +245,32 @@ def generate(values: flags.FlagValues) -> int:
     prompts_file = None
     if values.prompts_file is not None:
         prompts_file = PromptsFile(values.prompts_file)
-        lines = prompts_file.read()
+        lines = prompts_file.read(given)
     else:
         lines = [Line(number, text, "prompt", {}) for number, text in enumerate(values.prompt)]
-    with open_output(values.output) as file:
-        if lines:
-            llm = load(values)
-            with as_usage_error():
-                defaults = dataclasses.replace(llm.engine.get_default_sampling_params(), **given)
-            requests = []
-            for line in lines:
-                with prompts_file.reporting(line.number) if prompts_file else as_usage_error():
-                    params = dataclasses.replace(defaults, **line.sampling)
-                    requests.append(prepare(llm, line.key, line.prompt, values.chat, params))
-            if values.stream:
-                stream(llm, requests)
-            else:
-                as_json = prompts_file is not None or values.output is not None
-                write(llm, requests, file, as_json=as_json)
-            if values.stats:
-                print(json.dumps(dataclasses.asdict(llm.stats())), file=sys.stderr)
-        file.flush()  # here, where a reader that went away is still noticed
+    with as_usage_error():
+        if any(not line.prompt for line in lines) and prompts_file is None:
+            raise ValueError("a prompt must hold at least one token, got ''")
+    with open_output(values.output, "a"):
+        pass  # it can be written: known before the model loads, and nothing in it is lost yet
+    requests: list[PreparedRequest] = []
+    if lines:
+        llm = load(values)
+        with as_usage_error():
+            defaults = dataclasses.replace(llm.engine.get_default_sampling_params(), **given)
+        for line in lines:
+            with prompts_file.reporting(line.number) if prompts_file else as_usage_error():
+                params = dataclasses.replace(defaults, **line.sampling)
+                requests.append(prepare(llm, line.key, line.prompt, values.chat, params))
+    if requests:
+        began = time.perf_counter()
+        if values.stream:
+            stream(llm, requests)
+        else:
+            as_json = prompts_file is not None or values.output is not None
+            write(llm.iterate(requests, use_tqdm=len(requests) > 1), values.output, as_json=as_json)
+        if values.stats:
+            print_stats(llm, time.perf_counter() - began)
     return 1 if prompts_file is not None and prompts_file.num_bad_lines else 0
 
 

@@ -49,7 +49,6 @@ def tiny_checkpoint(smollm2: Checkpoint) -> Checkpoint:
     return Checkpoint(
         name="tiny",
         config=config,
-        model_class=Llama,
         graphdef=graphdef,
         params=params,
         tokenizer=smollm2.tokenizer,

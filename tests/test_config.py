@@ -147,5 +147,5 @@ def test_llm_takes_every_field_as_a_keyword_with_the_same_default():
 
     parameters = inspect.signature(LLM).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
-    own = {"model": inspect.Parameter.empty, "tokenizer": None, "dtype": "auto"}
+    own = {"model": "smollm2-135m", "tokenizer": None, "dtype": "auto"}
     assert defaults == {**own, **DEFAULTS}

@@ -100,8 +100,8 @@ def test_stop_strings_are_not_part_of_the_text(llm):
 BAD_PROMPTS = [
     ("", ValueError, "must hold at least one token, got ''"),
     ([], ValueError, "must hold at least one token"),
-    ([10**6], ValueError, r"must be in \[0, 49152\), got 1000000"),
-    ([3, -1], ValueError, r"must be in \[0, 49152\), got -1"),
+    ([10**6], ValueError, r"must be an int in \[0, 49152\), got 1000000"),
+    ([3, -1], ValueError, r"must be an int in \[0, 49152\), got -1"),
     ([1.0], TypeError, "must be an int"),
     ([True], TypeError, "must be an int"),
     ([3, "a"], TypeError, "must be an int"),
@@ -472,10 +472,13 @@ def test_the_constructor_loads_builds_and_warms_up(monkeypatch, tmp_path):
         def __init__(self, checkpoint, config):
             calls.append(("build", checkpoint, config))
 
+        def get_default_sampling_params(self):
+            calls.append(("check the defaults",))
+
         def warmup(self):
             calls.append(("warm up",))
 
-    def load(model, *, tokenizer, dtype):
+    def load(model, *, tokenizer, dtype, check_config):
         calls.append(("load", model, tokenizer, jnp.dtype(dtype).name))
         return "checkpoint"
 
@@ -499,5 +502,63 @@ def test_the_constructor_loads_builds_and_warms_up(monkeypatch, tmp_path):
     assert calls == [
         ("load", str(tmp_path), "other", "bfloat16"),
         ("build", "checkpoint", EngineConfig(**own)),
+        ("check the defaults",),
         ("warm up",),
     ]
+
+
+def test_a_caller_may_use_names_of_the_form_that_llm_uses(llm):
+    llm.engine.add_request([5], SamplingParams(max_tokens=2), request_id="llm-0")
+    numbers = range(1, 50)
+    for number in numbers:
+        llm.engine.add_request([5], SamplingParams(max_tokens=2), request_id=f"llm-{number}")
+    (output,) = llm.generate("One", SamplingParams(max_tokens=2, temperature=0))
+    assert output.finished and output.request_id not in {f"llm-{n}" for n in range(50)}
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+
+
+def test_an_output_that_somebody_else_took_is_an_error_and_no_endless_wait(llm):
+    stream = llm.stream("One", SamplingParams(max_tokens=4, ignore_eos=True))
+    next(stream)
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    with pytest.raises(RuntimeError, match="ended outside this call"):
+        next(stream)
+
+
+def test_a_stream_that_is_aborted_from_outside_ends(llm):
+    stream = llm.stream("One", SamplingParams(max_tokens=9, ignore_eos=True))
+    first = next(stream)
+    llm.engine.abort(first.request_id)
+    outputs = list(stream)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["abort"]
+
+
+def test_too_long_a_max_model_len_is_refused_before_any_weight_is_read(monkeypatch):
+    from jpaged.checkpoints import gguf
+
+    def read(*_):
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(gguf.GGUFCheckpoint, "read_tensor", read)
+    with pytest.raises(ValueError, match="max_model_len must be at most the model's 8192"):
+        LLM(model="smollm2-135m", max_model_len=8193)
+
+
+def test_iterate_yields_in_order_as_soon_as_it_can(llm):
+    short, long = (SamplingParams(max_tokens=n, ignore_eos=True, temperature=0) for n in (2, 9))
+    requests = [llm.prepare("One", short), llm.prepare("Two", long), llm.prepare("Three", short)]
+    outputs = llm.iterate(requests)
+    assert len(next(outputs).outputs[0].token_ids) == 2
+    assert llm.engine.has_unfinished_requests()
+    outputs.close()
+    assert not llm.engine.has_unfinished_requests() and llm.stats().blocks_used == 0
+    assert [len(o.outputs[0].token_ids) for o in llm.iterate(requests)] == [2, 9, 2]
+
+
+def test_jax_arrays_and_ranges_are_prompts_too(llm):
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    expected = llm.generate([5, 6, 7], params)[0].outputs[0].token_ids
+    for prompt in (jnp.array([5, 6, 7]), [range(5, 8)], [jnp.array([5, 6, 7])]):
+        assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected

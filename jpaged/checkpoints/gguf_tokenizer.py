@@ -48,40 +48,53 @@ def tokenizer_from_metadata(metadata: dict[str, Any], file: str) -> PreTrainedTo
     """Build the tokenizer from a file's `tokenizer.*` fields (without that prefix).
 
     Byte-level BPE ("gpt2") and SentencePiece BPE ("llama") are understood; raises ValueError naming
-    the kind of tokenizer or pre-tokenizer otherwise.
+    the file and the field where a field is malformed, or its kind of tokenizer or pre-tokenizer is
+    another.
     """
     kind = metadata["ggml.model"]
+    tokens = _list(metadata, "ggml.tokens", str, file)
+    special = {}
+    for ours, theirs in [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")]:
+        index = metadata.get(f"ggml.{theirs}_token_id")
+        if index is not None:
+            if type(index) is not int or not 0 <= index < len(tokens):
+                raise ValueError(
+                    f"tokenizer.ggml.{theirs}_token_id of {file} must be in [0, {len(tokens)}), "
+                    f"got {index!r}"
+                )
+            special[f"{ours}_token"] = tokens[index]
+    template = metadata.get("chat_template")
+    if not isinstance(template, str | None):
+        raise ValueError(f"tokenizer.chat_template of {file} must be a string, got {template!r}")
     if kind == "gpt2":
         tokenizer = _byte_level(metadata, file)
     elif kind == "llama":
         tokenizer = _sentence_piece(metadata, file)
     else:
         raise ValueError(f"tokenizer.ggml.model of {file} must be gpt2 or llama, got {kind!r}")
-    tokens = _list(metadata, "ggml.tokens", file)
-    _add_whole_tokens(tokenizer, tokens, metadata.get("ggml.token_type") or [])
-    special = {}
-    for ours, theirs in [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")]:
-        index = metadata.get(f"ggml.{theirs}_token_id")
-        if index is not None:
-            if not 0 <= index < len(tokens):
-                raise ValueError(
-                    f"tokenizer.ggml.{theirs}_token_id of {file} must be in [0, {len(tokens)}), "
-                    f"got {index}"
-                )
-            special[f"{ours}_token"] = tokens[index]
+    if "ggml.token_type" in metadata:
+        _add_whole_tokens(tokenizer, tokens, _list(metadata, "ggml.token_type", int, file, tokens))
     _add_template(tokenizer, metadata, tokens, sentence_piece=kind == "llama")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        chat_template=metadata.get("chat_template"),
+        chat_template=template,
         clean_up_tokenization_spaces=False,
         **special,
     )
 
 
-def _list(metadata: dict[str, Any], key: str, file: str) -> list:
+def _list(
+    metadata: dict[str, Any], key: str, kind: type, file: str, tokens: list[str] | None = None
+) -> list:
+    """Return a list field, checked to hold `kind` and, given `tokens`, one item for each."""
     value = metadata.get(key)
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{file} must have tokenizer.{key}, a non-empty list")
+    if not isinstance(value, list) or not value or not all(isinstance(x, kind) for x in value):
+        raise ValueError(f"{file} must have tokenizer.{key}, a non-empty list of {kind.__name__}")
+    if tokens is not None and len(value) != len(tokens):
+        raise ValueError(
+            f"tokenizer.{key} of {file} must have one item for each of the {len(tokens)} tokens, "
+            f"got {len(value)}"
+        )
     return value
 
 
@@ -92,8 +105,16 @@ def _byte_level(metadata: dict[str, Any], file: str) -> Tokenizer:
             f"tokenizer.ggml.pre of {file} must be one of gpt-2, smollm, starcoder, refact, "
             f"command-r, llama-bpe, llama3, llama-v3, qwen2, got {metadata.get('ggml.pre')!r}"
         )
-    vocab = {token: index for index, token in enumerate(_list(metadata, "ggml.tokens", file))}
-    merges = [tuple(merge.split(" ", 1)) for merge in _list(metadata, "ggml.merges", file)]
+    vocab = {token: index for index, token in enumerate(metadata["ggml.tokens"])}
+    merges = []
+    for merge in _list(metadata, "ggml.merges", str, file):
+        left, _, right = merge.partition(" ")
+        if not left or not right or not {left, right, left + right} <= vocab.keys():
+            raise ValueError(
+                f"tokenizer.ggml.merges of {file} must be pairs 'left right' whose parts and whole "
+                f"are in tokenizer.ggml.tokens, got {merge!r}"
+            )
+        merges.append((left, right))
     # Llama 3's vocabulary has words that its merges do not reach: a word in it is taken whole.
     whole_words = metadata["ggml.pre"] in ("llama-bpe", "llama3", "llama-v3")
     tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=whole_words))
@@ -103,8 +124,8 @@ def _byte_level(metadata: dict[str, Any], file: str) -> Tokenizer:
 
 
 def _sentence_piece(metadata: dict[str, Any], file: str) -> Tokenizer:
-    tokens = _list(metadata, "ggml.tokens", file)
-    scores = _list(metadata, "ggml.scores", file)
+    tokens = metadata["ggml.tokens"]
+    scores = _list(metadata, "ggml.scores", float, file, tokens)
     vocab = {token: index for index, token in enumerate(tokens)}
     unknown = metadata.get("ggml.unknown_token_id")
     tokenizer = Tokenizer(

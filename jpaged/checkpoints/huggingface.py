@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Set
 from functools import cached_property
 from pathlib import Path
@@ -66,7 +67,7 @@ class HuggingFaceFolder:
 
     @cached_property
     def _files_by_tensor(self) -> dict[str, SafetensorsFile]:
-        if (self.folder / _WEIGHTS).exists():
+        if (self.folder / _WEIGHTS).is_file():
             file = SafetensorsFile(self.folder / _WEIGHTS)
             return dict.fromkeys(file.tensor_names(), file)
         if (self.folder / _INDEX).exists():
@@ -91,7 +92,7 @@ class HuggingFaceFolder:
             )
         files = {}
         for name in dict.fromkeys(weight_map.values()):
-            if not (self.folder / name).exists():
+            if not os.path.isfile(self.folder / name):
                 raise FileNotFoundError(
                     f"{_INDEX} in {self.folder} names {name!r}, which is not there"
                 )
@@ -102,17 +103,19 @@ class HuggingFaceFolder:
                     f"{_INDEX} in {self.folder} says that {name!r} has tensor {tensor!r}, "
                     f"which it lacks"
                 )
-        # All that the files hold, so that a tensor the index forgot is not passed over in silence.
-        return {tensor: file for file in files.values() for tensor in file.tensor_names()}
+        # All that the files hold, so that a tensor the index forgot is not passed over in silence;
+        # of two tensors of one name, the one that the index means.
+        held = {tensor: file for file in files.values() for tensor in file.tensor_names()}
+        return held | {tensor: files[name] for tensor, name in weight_map.items()}
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that must hold an object; ValueError and FileNotFoundError name the file."""
-    if not path.exists():
+    if not path.is_file():
         raise FileNotFoundError(f"{path.parent} has no {path.name}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # also UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError
         raise ValueError(f"{path} must be valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")

@@ -59,6 +59,12 @@ def load_parameters(
     shapes of all tensors are checked before any is read: ValueError names the tensor, its shape and
     the shape expected.
     """
+    found = len(source.tensor_names())
+    if config.num_layers > found:  # said before names are made for layers without end
+        raise ValueError(
+            f"{source.name} must have tensors for the {config.num_layers} layers of its config, "
+            f"got {found} tensors"
+        )
     model = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, abstract = nnx.split(model, nnx.Param)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)

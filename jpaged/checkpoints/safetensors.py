@@ -76,7 +76,7 @@ class SafetensorsFile:
             text = file.read(length)
         try:
             header = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # also UnicodeDecodeError
             raise ValueError(f"{self.path} must have a header of valid JSON: {error}") from error
         if not isinstance(header, dict):
             raise ValueError(f"{self.path} must have a JSON object as its header")
@@ -88,19 +88,20 @@ class SafetensorsFile:
         }
 
     def _entry(self, name: str, value: Any, start: int, size: int) -> _Entry:
-        try:
-            shape = tuple(int(n) for n in value["shape"])
-            begin, end = (start + int(n) for n in value["data_offsets"])
-            dtype = value["dtype"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"tensor {name!r} of {self.path} has a malformed header") from error
+        match value:
+            case {"dtype": str(dtype), "shape": [*sizes], "data_offsets": [first, last]} if all(
+                type(n) is int and n >= 0 for n in [*sizes, first, last]
+            ):
+                shape, begin, end = tuple(sizes), start + first, start + last
+            case _:
+                raise ValueError(f"tensor {name!r} of {self.path} has a malformed header")
         if end > size:
             raise ValueError(
                 f"tensor {name!r} of {self.path} is truncated: it ends at byte {end}, "
                 f"the file has {size}"
             )
         itemsize = _DTYPES[dtype].itemsize if dtype in _DTYPES else None
-        if not start <= begin <= end or (itemsize and end - begin != math.prod(shape) * itemsize):
+        if not begin <= end or (itemsize and end - begin != math.prod(shape) * itemsize):
             raise ValueError(
                 f"tensor {name!r} of {self.path} must fill shape {shape} of {dtype}, "
                 f"got {end - begin} bytes"

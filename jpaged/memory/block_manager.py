@@ -43,7 +43,7 @@ class BlockManager:
         self.tables: Int32[np.ndarray, "slots M"] = np.zeros(
             (max_sequences, max_blocks_per_sequence), np.int32
         )
-        self.num_tokens: Int32[np.ndarray, "slots"] = np.zeros(max_sequences, np.int32)
+        self.num_tokens: Int32[np.ndarray, " slots"] = np.zeros(max_sequences, np.int32)
         self._free_slots = list(range(max_sequences - 1, -1, -1))
 
     @property
@@ -85,7 +85,7 @@ class BlockManager:
         """Blocks that a sequence holds."""
         return self.blocks_for(int(self.num_tokens[slot]))
 
-    def block_table(self, slot: int) -> Int32[np.ndarray, "m"]:
+    def block_table(self, slot: int) -> Int32[np.ndarray, " m"]:
         """A sequence's blocks, in the order of its tokens: a read-only view of its row."""
         view = self.tables[slot, : self.num_blocks_of(slot)]
         view.flags.writeable = False
@@ -96,7 +96,7 @@ class BlockManager:
         held = int(self.num_tokens[slot])
         return self.blocks_for(held + n) - self.blocks_for(held)
 
-    def blocks_needed_one(self, slots: Int32[np.ndarray, "n"]) -> int:
+    def blocks_needed_one(self, slots: Int32[np.ndarray, " n"]) -> int:
         """Free blocks that `append_one(slots)` takes."""
         return int(np.count_nonzero(self.num_tokens[slots] % self.block_size == 0))
 
@@ -135,7 +135,7 @@ class BlockManager:
         self.tables[slot, first : first + len(blocks)] = blocks
         self.num_tokens[slot] = held + n
 
-    def append_one(self, slots: Int32[np.ndarray, "n"]) -> None:
+    def append_one(self, slots: Int32[np.ndarray, " n"]) -> None:
         """Make room for one more token of each of these sequences (distinct slots, all in use).
 
         The same as `append(slot, 1)` for each, without a loop over those that need no block.

@@ -29,7 +29,7 @@ class BlockPool:
                 raise ValueError(f"{name} must be >= 1, got {value}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.ref_counts: Int32[np.ndarray, "N"] = np.zeros(num_blocks, np.int32)
+        self.ref_counts: Int32[np.ndarray, " N"] = np.zeros(num_blocks, np.int32)
         # A stack: the first _num_free entries are the free blocks, the top one is taken first.
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = num_blocks
@@ -44,7 +44,7 @@ class BlockPool:
         """Blocks that at least one table names."""
         return self.num_blocks - self._num_free
 
-    def allocate(self, n: int) -> Int32[np.ndarray, "n"]:
+    def allocate(self, n: int) -> Int32[np.ndarray, " n"]:
         """Take n (>= 0) free blocks, each with a reference count of 1.
 
         Raises:
@@ -61,12 +61,12 @@ class BlockPool:
         self.ref_counts[blocks] = 1
         return blocks
 
-    def share(self, blocks: Int32[np.ndarray, "n"]) -> None:
+    def share(self, blocks: Int32[np.ndarray, " n"]) -> None:
         """One more table names these blocks (distinct, in use, else ValueError and no change)."""
         self._check_in_use(blocks)
         self.ref_counts[blocks] += 1
 
-    def free(self, blocks: Int32[np.ndarray, "n"]) -> None:
+    def free(self, blocks: Int32[np.ndarray, " n"]) -> None:
         """One table less names these blocks (distinct, in use, else ValueError and no change).
 
         Those that no table names any more are free again; the first of them is handed out first.
@@ -77,7 +77,7 @@ class BlockPool:
         self._free[self._num_free : self._num_free + len(released)] = released[::-1]
         self._num_free += len(released)
 
-    def _check_in_use(self, blocks: Int32[np.ndarray, "n"]) -> None:
+    def _check_in_use(self, blocks: Int32[np.ndarray, " n"]) -> None:
         ids = blocks.tolist()
         if not ids:
             return

@@ -18,14 +18,14 @@ def config_from_hf(config: dict[str, Any]) -> LlamaConfig:
     Raises ValueError for an unknown architecture, and for a key that changes the arithmetic and is
     not understood; it names the architecture or the key.
     """
-    names = config.get("architectures") or []
-    if not names and config.get("model_type") in _MODEL_TYPES:
-        names = [_MODEL_TYPES[config["model_type"]]]
-    known = [name for name in names if name in _ARCHITECTURES] if isinstance(names, list) else []
-    if not known:
-        found = names or config.get("model_type")
-        raise ValueError(f"architecture must be one of {sorted(_ARCHITECTURES)}, got {found!r}")
     model_type = config.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
+        raise ValueError(f"model_type must be a string, got {model_type!r}")
+    names = config.get("architectures") or [_MODEL_TYPES.get(model_type or "", model_type)]
+    known = [name for name in _ARCHITECTURES if isinstance(names, list) and name in names]
+    if not known:
+        found = config.get("architectures") or model_type
+        raise ValueError(f"architecture must be one of {sorted(_ARCHITECTURES)}, got {found!r}")
     if model_type is not None and _MODEL_TYPES.get(model_type) != known[0]:
         raise ValueError(f"model_type must fit architecture {known[0]!r}, got {model_type!r}")
     return _ARCHITECTURES[known[0]](config)

@@ -75,7 +75,7 @@ def rope_config_from_hf(config: dict[str, Any], max_position_embeddings: int) ->
     rope_type = given.pop("rope_type", None)
     old_name = given.pop("type", None)
     rope_type = rope_type or old_name or "default"
-    if rope_type not in _REQUIRED:
+    if not isinstance(rope_type, str) or rope_type not in _REQUIRED:
         raise ValueError(
             f"{key} rope_type must be one of {', '.join(_REQUIRED)}, got {rope_type!r}"
         )

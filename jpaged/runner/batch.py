@@ -43,16 +43,16 @@ class Batch(NamedTuple):
 
     num_sampled: Int[Array, ""]
     wants_prompt_logprobs: Int[Array, ""]
-    token_ids: Int[Array, "T"]
-    logprob_targets: Int[Array, "T"]  # the next prompt token whose logprob is wanted, else -1
-    query_starts: Int[Array, "S+1"]
-    context_lens: Int[Array, "S"]
-    slots: Int[Array, "S"]  # the request's row in the bias table
+    token_ids: Int[Array, " T"]
+    logprob_targets: Int[Array, " T"]  # the next prompt token whose logprob is wanted, else -1
+    query_starts: Int[Array, " S+1"]
+    context_lens: Int[Array, " S"]
+    slots: Int[Array, " S"]  # the request's row in the bias table
     parameters: Int[Array, "S P"]
     block_tables: Int[Array, "S M"]
 
 
-def parameter(parameters: Int[Array, "R P"], name: str) -> Float[Array, "R"] | Int[Array, "R"]:
+def parameter(parameters: Int[Array, "R P"], name: str) -> Float[Array, " R"] | Int[Array, " R"]:
     """One sampling parameter of every row."""
     column = parameters[:, _COLUMN[name]]
     if PARAMETERS[name] == "f":
@@ -88,14 +88,14 @@ def _split(buffer, bucket: Bucket) -> dict:
     return parts
 
 
-def unpack(buffer: Int[Array, "words"], bucket: Bucket) -> Batch:
+def unpack(buffer: Int[Array, " words"], bucket: Bucket) -> Batch:
     """The fields of a packed buffer; called inside the jitted step."""
     parts = _split(buffer, bucket)
     header = parts.pop("header")
     return Batch(num_sampled=header[0], wants_prompt_logprobs=header[1], **parts)
 
 
-def pack_parameters(values: dict[str, int | float]) -> Int[np.ndarray, "P"]:
+def pack_parameters(values: dict[str, int | float]) -> Int[np.ndarray, " P"]:
     """One request's row of sampling parameters, from a value for each name in PARAMETERS."""
     row = np.empty(len(PARAMETERS), np.int32)
     for name, kind in PARAMETERS.items():
@@ -110,14 +110,14 @@ def pack_parameters(values: dict[str, int | float]) -> Int[np.ndarray, "P"]:
 def build_batch(
     bucket: Bucket,
     *,
-    token_ids: list[Int[np.ndarray, "_"]],
-    context_lens: Int[np.ndarray, "n"],
-    slots: Int[np.ndarray, "n"],
+    token_ids: list[Int[np.ndarray, " _"]],
+    context_lens: Int[np.ndarray, " n"],
+    slots: Int[np.ndarray, " n"],
     num_sampled: int,
     tables: Int[np.ndarray, "slots M_all"],
     parameters: Int[np.ndarray, "slots P"],
-    logprob_targets: list[tuple[int, Int[np.ndarray, "_"]]] = (),  # type: ignore[assignment]
-) -> Int[np.ndarray, "words"]:
+    logprob_targets: list[tuple[int, Int[np.ndarray, " _"]]] = (),  # type: ignore[assignment]
+) -> Int[np.ndarray, " words"]:
     """The packed buffer of a step: a fresh array, since the device may read it after we return.
 
     token_ids        for each row, the tokens that this step computes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 _MAX_CPU_POOL_BYTES = 4 * _GIB
 _MAX_CPU_SHARE = 0.25
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def storage_dtype(dtype, platform: str) -> jnp.dtype:
@@ -33,9 +36,18 @@ def block_bytes(num_layers: int, num_kv_heads: int, block_size: int, head_dim: i
     return num_layers * 2 * num_kv_heads * block_size * head_dim * jnp.dtype(dtype).itemsize
 
 
-def cpu_pool_bytes(available_bytes: int) -> int:
+def cpu_pool_bytes(available_bytes: float) -> int:
     """Bytes for the pool on a CPU: 4 GiB or a quarter of the available memory, if that is less."""
     return min(_MAX_CPU_POOL_BYTES, int(available_bytes * _MAX_CPU_SHARE))
+
+
+def container_bytes_left(cgroup: Path) -> int | float:
+    """Bytes that a container's limit leaves (cgroup v2), infinite without one."""
+    try:
+        limit = int((cgroup / "memory.max").read_text())  # "max" if there is none
+        return max(0, limit - int((cgroup / "memory.current").read_text()))
+    except (OSError, ValueError):
+        return math.inf
 
 
 def gpu_pool_bytes(
@@ -54,7 +66,8 @@ def available_pool_bytes(
 ) -> int:
     """Bytes that the pool may take on `device` now."""
     if device.platform == "cpu":
-        return cpu_pool_bytes(psutil.virtual_memory().available)
+        available = psutil.virtual_memory().available
+        return cpu_pool_bytes(min(available, container_bytes_left(_CGROUP)))
     stats = device.memory_stats()
     return gpu_pool_bytes(
         stats["bytes_limit"], stats["bytes_in_use"], temporary_bytes, gpu_memory_utilization

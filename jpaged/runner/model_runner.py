@@ -51,7 +51,7 @@ class StepResult:
         self._rows = rows
         self._prompt_rows = prompt_rows
 
-    def tokens(self, count: int) -> Int[np.ndarray, "count"]:
+    def tokens(self, count: int) -> Int[np.ndarray, " count"]:
         """The sampled tokens of the first `count` rows; waits for the step."""
         return np.asarray(self._rows)[:count, 0]
 
@@ -64,12 +64,13 @@ class StepResult:
         return _read_logprobs(np.asarray(self._prompt_rows)[index], best)[1]
 
 
-def _read_logprobs(row: Int[np.ndarray, "W"], best: int) -> tuple[float, dict[int, float]]:
+def _read_logprobs(row: Int[np.ndarray, " W"], best: int) -> tuple[float, dict[int, float]]:
     values = row.view(np.float32)
     ids = row[2 : 2 + best].tolist()
     logprobs = values[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + best].tolist()
     chosen = float(values[1])
-    return chosen, {int(row[0]): chosen} | dict(zip(ids, logprobs))
+    found = {token: value for token, value in zip(ids, logprobs) if token >= 0}
+    return chosen, {int(row[0]): chosen} | found
 
 
 def _pack_rows(token, logprob, top_ids, top_logprobs) -> Int[Array, "R W"]:
@@ -100,8 +101,8 @@ class Sampling(NamedTuple):
 
     num_sampled: Int[Array, ""]
     hidden: Float[Array, "R E"]
-    context_lens: Int[Array, "R"]
-    slots: Int[Array, "R"]
+    context_lens: Int[Array, " R"]
+    slots: Int[Array, " R"]
     parameters: Int[Array, "R P"]
     block_tables: Int[Array, "R M"]
 
@@ -110,7 +111,7 @@ def forward(
     model: nnx.Module,
     kv_pool: Float[Array, "L N 2 K B D"],
     token_pool: Int[Array, "N B"],
-    buffer: Int[Array, "words"],
+    buffer: Int[Array, " words"],
     *,
     bucket: Bucket,
     sampling_rows: int,
@@ -198,6 +199,20 @@ def sample(
     return _over_tiles(min(tile, rows), rows, sampling.num_sampled, compute)
 
 
+def _temporary_bytes(program: jax.stages.Compiled) -> int:
+    analysis = program.memory_analysis()
+    assert analysis is not None, "a GPU's compiler reports memory"
+    return analysis.temp_size_in_bytes
+
+
+def _is_usable(*arrays: Array) -> bool:
+    try:
+        jax.block_until_ready(arrays)
+    except Exception:  # whatever made the step fail
+        return False
+    return True
+
+
 class ModelRunner:
     """Weights, pools and compiled programs: for each bucket one for the forward pass, and one for
     sampling that the buckets share (it takes as long to compile as a forward pass, and does not
@@ -220,13 +235,14 @@ class ModelRunner:
         buckets: list[Bucket],
         block_size: int,
         num_blocks: int | None,
-        max_num_seqs: int,
+        num_slots: int,
         gpu_memory_utilization: float,
         backend: str,
     ) -> None:
         """Allocates the pools; `compile` then makes the programs.
 
         graphdef, params  of the model, by `nnx.split`
+        num_slots         rows of the bias table: most requests running at once
         num_blocks        blocks in the pool; None takes what memory allows (kv_pool.py)
 
         Raises ValueError if memory leaves no room for a pool.
@@ -240,14 +256,14 @@ class ModelRunner:
         self._backend = backend
         self._hidden_size = hidden_size
         self.device = next(iter(self._leaves[0].devices()))
-        self._tile = _CPU_TILE if self.device.platform == "cpu" else max_num_seqs
+        self._tile = _CPU_TILE if self.device.platform == "cpu" else num_slots
         self._pool_dtype = storage_dtype(self._leaves[0].dtype, self.device.platform)
         self._pool_shape = (num_layers, num_kv_heads, head_dim)
-        self._max_num_seqs = max_num_seqs
+        self._num_slots = num_slots
         self.bytes_per_block = block_bytes(
             num_layers, num_kv_heads, block_size, head_dim, self._pool_dtype
         )
-        self._bias_table = jnp.zeros((max_num_seqs, vocab_size), jnp.float32)
+        self._bias_table = self._new_bias_table()
         self._set_bias: Callable | None = None
         self._forward: dict[Bucket, jax.stages.Compiled] = {}
         self._sample: dict[tuple[int, int], jax.stages.Compiled] = {}  # by rows and table width
@@ -255,15 +271,42 @@ class ModelRunner:
             temporary = 0
             if self.device.platform != "cpu":
                 # Temporary memory does not depend on the pool's size: it is updated in place.
-                analysis = self._compile_forward(buckets[-1], 2).memory_analysis()
-                assert analysis is not None, "the GPU backend reports its memory"
-                temporary = analysis.temp_size_in_bytes
+                largest = buckets[-1]
+                rows = self._sampling_rows(largest)
+                temporary = max(
+                    _temporary_bytes(self._compile_forward(largest, num_blocks=2)),
+                    _temporary_bytes(self._compile_sample(rows, largest.blocks, num_blocks=2)),
+                )
             available = available_pool_bytes(self.device, temporary, gpu_memory_utilization)
-            num_blocks = blocks_in(available, self.bytes_per_block, block_size)
+            token_bytes = 4 * block_size  # of the token pool
+            num_blocks = blocks_in(available, self.bytes_per_block + token_bytes, block_size)
         self.num_blocks = num_blocks
-        self._kv_pool, self._token_pool = allocate_pool(
-            num_layers, num_blocks, num_kv_heads, block_size, head_dim, self._pool_dtype
-        )
+        self._kv_pool, self._token_pool = self._new_pools()
+
+    def _new_pools(self) -> tuple[Array, Array]:
+        L, K, D = self._pool_shape
+        try:
+            return allocate_pool(L, self.num_blocks, K, self.block_size, D, self._pool_dtype)
+        except jax.errors.JaxRuntimeError as error:
+            size = self.num_blocks * self.bytes_per_block
+            raise ValueError(
+                f"num_blocks={self.num_blocks} asks for a KV pool of {size} bytes, "
+                "which cannot be allocated"
+            ) from error
+
+    def _new_bias_table(self) -> Float[Array, "slots V"]:
+        return jnp.zeros((self._num_slots, self.vocab_size), jnp.float32)
+
+    def restore_pools(self) -> None:
+        """Allocate anew, and empty, what a failed step has lost.
+
+        Its arguments were donated; and what a step returns whose failure shows only later holds
+        that failure, and would hand it on to all steps to come.
+        """
+        if not _is_usable(self._kv_pool, self._token_pool):
+            self._kv_pool, self._token_pool = self._new_pools()
+        if not _is_usable(self._bias_table):
+            self._bias_table = self._new_bias_table()
 
     def programs(self) -> dict[Bucket, jax.stages.Compiled]:
         """The compiled forward program of each bucket (for its memory analysis, say)."""
@@ -301,7 +344,7 @@ class ModelRunner:
         )
         return jax.jit(run, donate_argnums=(1, 2)).lower(*shapes).compile()
 
-    def _compile_sample(self, rows: int, width: int) -> jax.stages.Compiled:
+    def _compile_sample(self, rows: int, width: int, num_blocks: int) -> jax.stages.Compiled:
         def run(leaves, token_pool, bias_table, sampling):
             model = self._merge(leaves)
             return sample(model, token_pool, bias_table, sampling, tile=self._tile)
@@ -313,7 +356,7 @@ class ModelRunner:
         hidden: Any = jax.ShapeDtypeStruct((rows, self._hidden_size), self._leaves[0].dtype)
         shapes = (
             self._leaf_shapes(),
-            ints(self.num_blocks, self.block_size),
+            ints(num_blocks, self.block_size),
             jax.ShapeDtypeStruct(self._bias_table.shape, jnp.float32),
             Sampling(
                 ints(), hidden, ints(rows), ints(rows), ints(rows, len(PARAMETERS)),
@@ -348,7 +391,7 @@ class ModelRunner:
             tqdm(desc="Compiling", unit="program", disable=not progress) as bar,
         ):
             for key in sorted({(self._sampling_rows(b), b.blocks) for b in self.buckets}):
-                jobs[pool.submit(self._compile_sample, *key)] = self._sample, key
+                jobs[pool.submit(self._compile_sample, *key, self.num_blocks)] = self._sample, key
             for bucket in reversed(self.buckets):
                 job = pool.submit(self._compile_forward, bucket, self.num_blocks)
                 jobs[job] = self._forward, bucket
@@ -363,12 +406,12 @@ class ModelRunner:
                 raise
         return time.perf_counter() - began
 
-    def set_bias(self, slot: int, row: Float[np.ndarray, "V"]) -> None:
+    def set_bias(self, slot: int, row: Float[np.ndarray, " V"]) -> None:
         """Put a request's logit bias into its row of the bias table: once a request, not a step."""
         assert self._set_bias is not None, "compile() comes first"
         self._bias_table = self._set_bias(self._bias_table, np.int32(slot), row)
 
-    def execute(self, bucket: Bucket, buffer: Int[np.ndarray, "words"]) -> StepResult:
+    def execute(self, bucket: Bucket, buffer: Int[np.ndarray, " words"]) -> StepResult:
         """Dispatch one step and return at once. `buffer` must not be written to afterwards."""
         self._kv_pool, self._token_pool, sampling, prompt_rows = self._forward[bucket](
             self._leaves, self._kv_pool, self._token_pool, buffer

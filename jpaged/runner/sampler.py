@@ -33,12 +33,12 @@ MASKED_LOGIT = -1e30
 class SamplingRows(NamedTuple):
     """What sampling needs to know of R sequences; as in Batch."""
 
-    context_lens: Int[Array, "R"]
-    slots: Int[Array, "R"]
+    context_lens: Int[Array, " R"]
+    slots: Int[Array, " R"]
     parameters: Int[Array, "R P"]
     block_tables: Int[Array, "R M"]
 
-    def parameter(self, name: str) -> Float[Array, "R"] | Int[Array, "R"]:
+    def parameter(self, name: str) -> Float[Array, " R"] | Int[Array, " R"]:
         """One sampling parameter of every row."""
         return parameter(self.parameters, name)
 
@@ -46,8 +46,8 @@ class SamplingRows(NamedTuple):
 class SampledRows(NamedTuple):
     """What was sampled in R rows. The logprobs are zero unless a row of the batch wants them."""
 
-    token: Int[Array, "R"]
-    logprob: Float[Array, "R"]
+    token: Int[Array, " R"]
+    logprob: Float[Array, " R"]
     top_ids: Int[Array, "R 20"]
     top_logprobs: Float[Array, "R 20"]
 
@@ -60,7 +60,7 @@ def _groups(x: Float[Array, "R V"]) -> Float[Array, "R groups 128"]:
     return x.reshape(R, -1, _GROUP)
 
 
-def argmax(x: Float[Array, "R V"]) -> Int[Array, "R"]:
+def argmax(x: Float[Array, "R V"]) -> Int[Array, " R"]:
     """The first index of each row's largest value, in two levels (XLA's CPU argmax is slow)."""
     groups = _groups(x)
     group = jnp.argmax(groups.max(axis=2), axis=1)
@@ -68,7 +68,7 @@ def argmax(x: Float[Array, "R V"]) -> Int[Array, "R"]:
     return (group * _GROUP + jnp.argmax(inside, axis=1)).astype(jnp.int32)
 
 
-def inverse_cdf(weights: Float[Array, "R V"], uniform: Float[Array, "R"]) -> Int[Array, "R"]:
+def inverse_cdf(weights: Float[Array, "R V"], uniform: Float[Array, " R"]) -> Int[Array, " R"]:
     """The token where each row's cumulative weight passes `uniform` (in [0, 1)) of its total.
 
     Weights are not negative, and some weight of each row is positive; a token of weight 0 is never
@@ -94,11 +94,11 @@ def inverse_cdf(weights: Float[Array, "R V"], uniform: Float[Array, "R"]) -> Int
 
 
 def row_uniforms(
-    seed_high: Int[Array, "R"],
-    seed_low: Int[Array, "R"],
-    sample_index: Int[Array, "R"],
-    position: Int[Array, "R"],
-) -> Float[Array, "R"]:
+    seed_high: Int[Array, " R"],
+    seed_low: Int[Array, " R"],
+    sample_index: Int[Array, " R"],
+    position: Int[Array, " R"],
+) -> Float[Array, " R"]:
     """One draw from [0, 1) a row: uniform(fold_in(fold_in(key(seed), sample_index), position))."""
 
     def draw(high, low, index, place):
@@ -121,7 +121,7 @@ def _unsortable(key: UInt[Array, "*n"]) -> Float[Array, "*n"]:
 
 
 def _largest_threshold(
-    keys: UInt[Array, "V"], weights: Float[Array, "V"], target: Float[Array, ""]
+    keys: UInt[Array, " V"], weights: Float[Array, " V"], target: Float[Array, ""]
 ) -> UInt[Array, ""]:
     """The largest t with sum(weights[keys >= t]) >= target, found bit by bit from the top."""
 
@@ -134,22 +134,24 @@ def _largest_threshold(
 
 
 def _exact_threshold(
-    x: Float[Array, "V"], top_k: Int[Array, ""], top_p: Float[Array, ""]
+    x: Float[Array, " V"], top_k: Int[Array, ""], top_p: Float[Array, ""]
 ) -> Float[Array, ""]:
     """The threshold of one row for any top_k and top_p, by search over the bits of the logits."""
     keys = _sortable(x)
     kth = _largest_threshold(keys, jnp.ones_like(x), top_k.astype(jnp.float32))
     weights = jnp.where(keys >= kth, jnp.exp(x), 0.0)
-    nucleus = _largest_threshold(keys, weights, top_p * jnp.sum(weights))
+    # A target of 0 (top_p below float32's smallest share) would be reached by no token at all.
+    target = jnp.maximum(top_p * jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
+    nucleus = _largest_threshold(keys, weights, target)
     return _unsortable(jnp.where(top_p < 1.0, jnp.maximum(kth, nucleus), kth))
 
 
 def filter_threshold(
     x: Float[Array, "R V"],
-    top_k: Int[Array, "R"],
-    top_p: Float[Array, "R"],
-    min_p: Float[Array, "R"],
-) -> Float[Array, "R"]:
+    top_k: Int[Array, " R"],
+    top_p: Float[Array, " R"],
+    min_p: Float[Array, " R"],
+) -> Float[Array, " R"]:
     """The smallest logit that top-k, top-p (over what top-k leaves) and min-p all keep, a row.
 
     x        float32, each row's largest value is 0
@@ -190,8 +192,8 @@ def filter_threshold(
 def count_tokens(
     token_pool: Int[Array, "N B"],
     block_tables: Int[Array, "R M"],
-    context_lens: Int[Array, "R"],
-    prompt_lens: Int[Array, "R"],
+    context_lens: Int[Array, " R"],
+    prompt_lens: Int[Array, " R"],
     vocab_size: int,
 ) -> tuple[Int[Array, "R V"], Int[Array, "R V"]]:
     """How often each token occurs in each row's whole context, and in its generated part alone."""
@@ -219,9 +221,9 @@ def apply_penalties(
     logits: Float[Array, "R V"],
     everywhere: Int[Array, "R V"],
     generated: Int[Array, "R V"],
-    repetition: Float[Array, "R"],
-    presence: Float[Array, "R"],
-    frequency: Float[Array, "R"],
+    repetition: Float[Array, " R"],
+    presence: Float[Array, " R"],
+    frequency: Float[Array, " R"],
 ) -> Float[Array, "R V"]:
     """Repetition penalty (transformers' definition, over prompt and generated tokens), then
     presence and frequency penalties (OpenAI's definition, over generated tokens)."""
@@ -232,7 +234,12 @@ def apply_penalties(
     return logits - frequency[:, None] * generated
 
 
-def _sample(logits: Float[Array, "R V"], rows: SamplingRows, sampling: Bool[Array, "R"]):
+def _sample(
+    logits: Float[Array, "R V"],
+    rows: SamplingRows,
+    sampling: Bool[Array, " R"],
+    greedy: Int[Array, " R"],
+) -> Int[Array, " R"]:
     """One sampled token a row from edited logits."""
     temperature = jnp.where(sampling, rows.parameter("temperature"), 1.0)
     top_k, top_p, min_p = (rows.parameter(name) for name in ("top_k", "top_p", "min_p"))
@@ -252,14 +259,16 @@ def _sample(logits: Float[Array, "R V"], rows: SamplingRows, sampling: Bool[Arra
         rows.parameter("sample_index"),
         rows.context_lens,  # the position of the token that is being sampled
     )
-    return inverse_cdf(weights, uniform)
+    sampled = inverse_cdf(weights, uniform)
+    # A row with a NaN (a broken model's) has no weights: it gets some token of the vocabulary.
+    return jnp.where((weights > 0).any(axis=1), sampled, greedy)
 
 
 def log_probabilities(
-    logits: Float[Array, "R V"], chosen: Int[Array, "R"]
-) -> tuple[Float[Array, "R"], Int[Array, "R 20"], Float[Array, "R 20"]]:
-    """The chosen tokens' logprobs, and the ids and logprobs of the 20 best (fewer if V < 20 are
-    followed by zeros)."""
+    logits: Float[Array, "R V"], chosen: Int[Array, " R"]
+) -> tuple[Float[Array, " R"], Int[Array, "R 20"], Float[Array, "R 20"]]:
+    """The chosen tokens' logprobs, and the ids and logprobs of the 20 best (if V < 20, ids of -1
+    follow them)."""
     normaliser = jax.nn.logsumexp(logits, axis=1)
     count = min(MAX_LOGPROBS, logits.shape[1])
     best, ids = lax.optimization_barrier(lax.top_k(logits, count))
@@ -267,7 +276,7 @@ def log_probabilities(
     picked = jnp.take_along_axis(logits, chosen[:, None], axis=1)[:, 0]
     return (
         picked - normaliser,
-        jnp.pad(ids.astype(jnp.int32), padding),
+        jnp.pad(ids.astype(jnp.int32), padding, constant_values=-1),
         jnp.pad(best - normaliser[:, None], padding),
     )
 
@@ -309,7 +318,7 @@ def sample_rows(
     sampling = rows.parameter("temperature") > 0.0
     token = lax.cond(
         sampling.any(),
-        lambda: jnp.where(sampling, _sample(edited, rows, sampling), greedy),
+        lambda: jnp.where(sampling, _sample(edited, rows, sampling, greedy), greedy),
         lambda: greedy,
     )
     logprob, top_ids, top_logprobs = lax.cond(

@@ -46,7 +46,7 @@ class Sequence:
 
     request: Request
     index: int
-    token_ids: Int32[np.ndarray, "capacity"]
+    token_ids: Int32[np.ndarray, " capacity"]
     num_tokens: int
     num_prompt_tokens: int
     num_computed_tokens: int = 0
@@ -55,7 +55,7 @@ class Sequence:
     stop_reason: int | str | None = None
 
     @property
-    def output_token_ids(self) -> Int32[np.ndarray, "n"]:
+    def output_token_ids(self) -> Int32[np.ndarray, " n"]:
         """The generated tokens: a view of token_ids."""
         return self.token_ids[self.num_prompt_tokens : self.num_tokens]
 

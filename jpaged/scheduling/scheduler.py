@@ -282,7 +282,7 @@ class Scheduler:
             self._slots_used_share_sum += self.block_manager.slots_used_share
         return plan
 
-    def update(self, plan: StepPlan, tokens: Int[np.ndarray, "num_sampled"]) -> list[Sequence]:
+    def update(self, plan: StepPlan, tokens: Int[np.ndarray, " num_sampled"]) -> list[Sequence]:
         """Take in a step's result: the token sampled by each of the plan's first num_sampled rows.
 
         A sequence ends with "stop" at one of its request's stop_token_ids once it has at least
@@ -315,15 +315,14 @@ class Scheduler:
         self.generated_tokens += len(updated)
         return updated
 
-    def abandon(self, plan: StepPlan) -> None:
-        """Take back a plan instead of updating it, because its step may not have been computed.
+    def abandon(self) -> None:
+        """Take back the last plan instead of updating it, because its step failed.
 
-        What its rows left in the KV pool cannot be trusted, so their unfinished requests go back to
-        the waiting queue without memory, as if preempted (and not counted as such).
+        What the KV pool holds now cannot be trusted, so all running requests go back to the
+        waiting queue without memory, as if preempted (and not counted as such).
         """
-        for sequence in plan.sequences:
-            if not sequence.request.finished:
-                self._preempt(sequence.request)
+        while self.running:
+            self._preempt(self.running[-1])
 
     @staticmethod
     def _may_stop(sequence: Sequence) -> bool:

@@ -30,9 +30,9 @@ class StepPlan:
     """
 
     sequences: list[Sequence]
-    slots: Int32[np.ndarray, "rows"]
-    starts: Int32[np.ndarray, "rows"]
-    lengths: Int32[np.ndarray, "rows"]
+    slots: Int32[np.ndarray, " rows"]
+    starts: Int32[np.ndarray, " rows"]
+    lengths: Int32[np.ndarray, " rows"]
     num_sampled: int
     num_tokens: int
     admitted: list[Sequence]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from dataclasses import replace
@@ -155,7 +156,23 @@ def test_all_ids_that_end_a_text_or_a_turn_count(config, tensors, write_gguf):
         ({"llama.rope.dimension_count": 16}, "must be the head dimension 32, got 16"),
         ({"llama.attention.value_length": 16}, "must be the head dimension 32, got 16"),
         ({"llama.rope.scaling.type": "longrope"}, "must be none, linear or yarn, got 'longrope'"),
-        ({"llama.attention.head_count": [2, 2]}, "must be one number for all layers, got [2, 2]"),
+        ({"llama.attention.head_count": [2, 2]}, "must be one int of at least 1 (the same for all"),
+        ({"llama.attention.head_count": 0}, "llama.attention.head_count of {} must be one int"),
+        ({"llama.attention.head_count_kv": 0}, "llama.attention.head_count_kv of {} must be one"),
+        ({"llama.block_count": -2}, "llama.block_count of {} must be one int of at least 1"),
+        ({"llama.embedding_length": "64"}, "for all layers), got '64'"),
+        ({"llama.context_length": 0}, "llama.context_length of {} must be one int of at least 1"),
+        (
+            {"llama.attention.layer_norm_rms_epsilon": None},
+            "{} must have llama.attention.layer_norm_rms_epsilon in its metadata",
+        ),
+        (
+            {"llama.attention.layer_norm_rms_epsilon": math.nan},
+            "llama.attention.layer_norm_rms_epsilon of {} must be a number of at least 0, got nan",
+        ),
+        ({"llama.rope.scaling.factor": [2.0]}, "must be a number of at least 0, got [2.0]"),
+        ({"llama.block_count": 2**31}, "{} must have tensors for the 2147483648 layers"),
+        ({"split.count": "3"}, "{} must be a whole model, got one of 3 parts"),
         ({"tokenizer.ggml.eos_token_id": 40}, "must be an id (or ids) in [0, 40), got 40"),
     ],
 )
@@ -247,6 +264,26 @@ def test_a_cut_tensor_is_named(whole_file):
     path, data = whole_file
     path.write_bytes(data[:-100])
     with pytest.raises(ValueError, match=r"tensor '[\w.]+' is truncated: it ends at byte \d+"):
+        load(path)
+
+
+@pytest.mark.parametrize("length", [2**40, 2**63])
+def test_an_array_longer_than_the_file_is_refused(length, config, tensors, write_gguf):
+    # The gguf package's reader would go on reading nothing, 2**40 times.
+    path = write_gguf(config, tensors, metadata={"tokenizer.ggml.token_type": [77] * 3})
+    old, new = (3).to_bytes(8, "little"), length.to_bytes(8, "little")
+    head = b"tokenizer.ggml.token_type" + (9).to_bytes(4, "little") + (5).to_bytes(4, "little")
+    data = path.read_bytes()
+    assert head + old in data
+    path.write_bytes(data.replace(head + old, head + new))
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} must be a complete GGUF file"):
+        load(path)
+
+
+def test_text_that_is_not_utf_8_is_named(config, tensors, write_gguf):
+    path = write_gguf(config, tensors, metadata={"llama.rope.scaling.type": "linear"})
+    path.write_bytes(path.read_bytes().replace(b"linear", b"l\xffnear"))
+    with pytest.raises(ValueError, match=f"llama.rope.scaling.type of {re.escape(str(path))} must"):
         load(path)
 
 

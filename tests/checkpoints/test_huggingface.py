@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import re
 import tracemalloc
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from jpaged.checkpoints import load_checkpoint, read_config
 
@@ -150,6 +152,13 @@ def test_a_bias_that_the_config_does_not_announce_is_refused(config, tensors, wr
         load(folder)
 
 
+def test_more_layers_than_tensors_are_refused(config, tensors, write_folder):
+    folder = write_folder(config | {"num_hidden_layers": 2**40}, tensors)
+    message = f"{folder} must have tensors for the {2**40} layers of its config, got 21 tensors"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load(folder)
+
+
 def test_integer_weights_are_refused(config, tensors, write_folder):
     folder = write_folder(config, tensors, dtype=np.int8)
     with pytest.raises(ValueError, match=r"tensor '.*' of .* must be one of F64, .*, got I8$"):
@@ -192,7 +201,11 @@ def test_a_cut_tensor_is_named(whole_folder):
             "must fill shape (2, 2)",
         ),
         ({"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}, "must fill shape (2,) of F32"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, "must fill shape (2,) of F32"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, "has a malformed header"),
+        ({"dtype": "F32", "shape": [-2, -1], "data_offsets": [0, 8]}, "has a malformed header"),
+        ({"dtype": "F32", "shape": [2.5], "data_offsets": [0, 8]}, "has a malformed header"),
+        ({"dtype": "F32", "shape": [math.inf], "data_offsets": [0, 8]}, "has a malformed header"),
+        ({"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}, "has a malformed header"),
         ({"dtype": "F32", "shape": [2]}, "has a malformed header"),
         ({"dtype": "F32", "shape": ["x"], "data_offsets": [0, 8]}, "has a malformed header"),
         (7, "has a malformed header"),
@@ -206,7 +219,7 @@ def test_a_header_that_contradicts_itself_is_refused(entry, message, config, wri
         load(folder)
 
 
-@pytest.mark.parametrize("header", [b"[1]", b"{", b"\xff\xfe"])
+@pytest.mark.parametrize("header", [b"[1]", b"{", b"\xff\xfe", b"[" * 100_000], ids=len)
 def test_a_header_that_is_no_object_is_refused(header, config, write_folder):
     folder = write_folder(config, {})
     (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
@@ -238,6 +251,30 @@ def test_a_tensor_that_the_index_forgot_is_not_passed_over(config, tensors, writ
     del index["weight_map"][name]
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match=re.escape(f"has tensor {name!r}, for which the model")):
+        load(folder)
+
+
+def test_of_two_shards_with_one_tensor_the_index_names_the_one(
+    config, tensors, write_folder, check_params
+):
+    folder = write_folder(config, tensors, shards=2)
+    index = json.loads((folder / INDEX).read_text())
+    first, second = sorted(set(index["weight_map"].values()))
+    held = {file: load_file(folder / file) for file in (first, second)}
+    for mine, other in ((first, second), (second, first)):
+        name = next(name for name, file in index["weight_map"].items() if file == mine)
+        held[other][name] = np.zeros_like(tensors[name])
+    for file, part in held.items():
+        save_file(part, folder / file)
+    check_params(load(folder), tensors)
+
+
+@pytest.mark.parametrize("file", ["", "..", "x" * 300])
+def test_an_index_that_names_no_file_is_refused(file, config, write_folder):
+    folder = write_folder(config, {})
+    (folder / WEIGHTS).unlink()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"x": file}}))
+    with pytest.raises(FileNotFoundError, match=re.escape(f"names {file!r}, which is not there")):
         load(folder)
 
 
@@ -273,7 +310,7 @@ def test_a_folder_without_a_config_says_so(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "", "\x00", "[1, 2]"])
+@pytest.mark.parametrize("text", ["{", "", "\x00", "[1, 2]", "[" * 100_000], ids=len)
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_corrupt_json_is_named(file, text, config, tensors, write_folder):
     folder = write_folder(config, tensors)

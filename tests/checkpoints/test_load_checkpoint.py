@@ -18,6 +18,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from jpaged.checkpoints import load_checkpoint, read_config
+from jpaged.checkpoints.gguf import GGUFCheckpoint
+from jpaged.checkpoints.huggingface import HuggingFaceFolder
 
 
 def load(model, **arguments):
@@ -56,7 +58,10 @@ def test_a_bundled_model_that_is_not_installed_is_named(monkeypatch):
         load("smollm2-135m")
 
 
-@pytest.mark.parametrize("name", ["smollm", "./no/such/folder", "/no/such.gguf", "a/b.gguf", ""])
+NOWHERE = ["smollm", "./no/such/folder", "/no/such.gguf", "a/b.gguf", "", "x" * 300, "a\0b"]
+
+
+@pytest.mark.parametrize("name", NOWHERE)
 def test_what_is_not_there_is_named(name):
     message = r"model must be an existing path, a hub id \(org/name\) or one of "
     with pytest.raises(FileNotFoundError, match=f"{message}.*got {re.escape(repr(name))}"):
@@ -95,31 +100,88 @@ def test_a_single_file_of_another_kind_is_refused(tmp_path):
         load(path)
 
 
-def test_a_hub_id_is_downloaded(config, tensors, write_folder, check_params, monkeypatch):
-    folder = write_folder(config, tensors)
-    asked = []
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "model-00001-of-00001.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "merges.txt",
+    # Never fetched:
+    "README.md",
+    "modeling_llama.py",
+    "pytorch_model.bin",
+    "model.gguf",
+    "original/consolidated.00.pth",
+    "original/model.safetensors",
+    "original/params.json",
+    "original/tokenizer.model",
+    "onnx/config.json",
+]
 
-    def snapshot_download(name, *, allow_patterns):
-        asked.append((name, allow_patterns))
+
+def test_only_what_is_needed_is_fetched_from_the_hub(
+    config, tensors, write_folder, check_params, word_tokenizer, monkeypatch
+):
+    folder = write_folder(config, tensors)
+    word_tokenizer.save_pretrained(folder)
+    fetched = {}
+
+    def snapshot_download(name, *, allow_patterns, ignore_patterns):
+        fetched[name] = set(
+            huggingface_hub.utils.filter_repo_objects(
+                HUB_FILES, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            )
+        )
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    checkpoint = load("some-org/some-model")
+    checkpoint = load("some-org/some-model", tokenizer="some-org/a-tokenizer")
     check_params(checkpoint, tensors)
     assert checkpoint.name == "some-org/some-model"
-    ((name, patterns),) = asked
-    assert name == "some-org/some-model"
-    assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in patterns)
+    assert read_config("some-org/a-config") == checkpoint.config
+    tokenizer_files = {name for name in HUB_FILES[:8] if "safetensors" not in name}
+    assert fetched == {
+        "some-org/some-model": set(HUB_FILES[:8]),
+        "some-org/a-tokenizer": tokenizer_files | {"model.safetensors.index.json"},
+        "some-org/a-config": {"config.json"},
+    }
 
 
 def test_a_hub_that_does_not_answer_is_a_missing_file(monkeypatch):
-    def snapshot_download(name, *, allow_patterns):
+    def snapshot_download(name, **patterns):
         raise huggingface_hub.errors.LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     message = "model 'some-org/some-model' is no path here, and the Hugging Face hub did not give"
     with pytest.raises(FileNotFoundError, match=message):
         read_config("some-org/some-model")
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_config_that_the_caller_refuses_costs_no_reading(
+    kind, config, tensors, write_folder, write_gguf, monkeypatch
+):
+    path = (write_folder if kind == "folder" else write_gguf)(config, tensors)
+    reads = []
+    for reader in (HuggingFaceFolder, GGUFCheckpoint):
+        read = reader.read_tensor
+        monkeypatch.setattr(
+            reader, "read_tensor", lambda self, n, read=read: reads.append(n) or read(self, n)
+        )
+
+    def refuse(config):
+        raise ValueError(f"{config.max_position_embeddings} positions are too few")
+
+    with pytest.raises(ValueError, match=r"^128 positions are too few$"):
+        load(path, check_config=refuse)
+    assert reads == []
+    seen = []
+    checkpoint = load(path, check_config=seen.append)
+    assert seen == [checkpoint.config]
+    assert sorted(reads) == sorted(tensors)
 
 
 # Tokenizers of folders.

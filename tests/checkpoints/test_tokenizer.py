@@ -20,7 +20,7 @@ GOLDENS = json.loads(
 
 @pytest.fixture(scope="module")
 def metadata():
-    reader = gguf.GGUFReader(_resolve("smollm2-135m", "model"))
+    reader = gguf.GGUFReader(_resolve("smollm2-135m", "model", ()))
     return {
         key.removeprefix("tokenizer."): field.contents()
         for key, field in reader.fields.items()
@@ -142,11 +142,36 @@ def test_sentence_piece_puts_one_space_before_every_text(sentence_piece):
             {"ggml.eos_token_id": 49152},
             "ggml.eos_token_id of m.gguf must be in [0, 49152)",
         ),
+        (
+            {"ggml.unknown_token_id": 49152},
+            "ggml.unknown_token_id of m.gguf must be in [0, 49152), got 49152",
+        ),
+        ({"ggml.bos_token_id": -1}, "ggml.bos_token_id of m.gguf must be in [0, 49152), got -1"),
+        ({"ggml.padding_token_id": "x"}, "ggml.padding_token_id of m.gguf must be in [0, 49152)"),
+        ({"ggml.merges": ["th"]}, "tokenizer.ggml.merges of m.gguf must be pairs"),
+        ({"ggml.merges": ["t h", "안 h"]}, "are in tokenizer.ggml.tokens, got '안 h'"),
+        ({"ggml.merges": ["t h", "Ġthe Ġthe"]}, "ggml.tokens, got 'Ġthe Ġthe'"),
+        ({"ggml.merges": [7]}, "must have tokenizer.ggml.merges, a non-empty list of str"),
+        ({"ggml.tokens": [7]}, "must have tokenizer.ggml.tokens, a non-empty list of str"),
+        ({"ggml.token_type": [1]}, "ggml.token_type of m.gguf must have one item for each"),
+        ({"chat_template": 7}, "tokenizer.chat_template of m.gguf must be a string, got 7"),
     ],
 )
 def test_unknown_tokenizers_are_refused_by_name(changes, message, metadata):
     with pytest.raises(ValueError, match=re.escape(message)):
         tokenizer_from_metadata(metadata | changes, "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ggml.unknown_token_id": 10**6}, "ggml.unknown_token_id of m.gguf must be in [0, "),
+        ({"ggml.scores": [1.0]}, "ggml.scores of m.gguf must have one item for each of the"),
+    ],
+)
+def test_malformed_sentence_piece_is_refused(changes, message, sentence_piece):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tokenizer_from_metadata(sentence_piece | changes, "m.gguf")
 
 
 def test_a_file_without_a_tokenizer_has_none(config, tensors, write_gguf):

@@ -1,13 +1,19 @@
 """The engine on a tiny random model: bookkeeping, sampling parameters, errors."""
 
 import dataclasses
+import os
+import signal
+import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jpaged import SamplingParams
 from jpaged.engine import Engine
+from jpaged.models import Llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 # A random model repeats itself when it is greedy; these tokens are all different.
@@ -207,6 +213,38 @@ def test_abort_at_any_point_gives_back_every_block(engine, steps):
     assert not engine.abort("no such request")
 
 
+def test_an_abort_can_go_unreported(engine):
+    request_id = engine.add_request(prompt(4), GREEDY)
+    assert engine.has_request(request_id)
+    assert engine.abort(request_id, report=False)
+    assert not engine.has_request(request_id) and engine.step() == []
+
+
+def test_one_sequence_of_nan_leaves_its_neighbours_alone(make_engine, tiny_checkpoint):
+    # A model with one broken embedding: whoever holds the token is lost, and nobody else.
+    expected = generate(make_engine(), prompt(30, 1), VARIED).outputs[0].token_ids
+    # Untied, so that the head does not hold the NaN too.
+    config = dataclasses.replace(tiny_checkpoint.config, tie_word_embeddings=False)
+    graphdef, state = nnx.split(Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0)), nnx.Param)
+    clean = dict(nnx.to_flat_state(tiny_checkpoint.params))
+    flat = nnx.to_flat_state(state)
+    filled = []
+    for path, variable in flat:
+        source = clean.get(path, clean[("embedding", *path[1:])] if path[0] == "head" else None)
+        value = source.get_value()
+        if path[0] == "embedding":
+            value = value.at[77].set(jnp.nan)
+        filled.append((path, variable.replace(value)))
+    broken = dataclasses.replace(
+        tiny_checkpoint, config=config, graphdef=graphdef, params=nnx.from_flat_state(filled)
+    )
+    engine = make_engine(broken)
+    healthy = engine.add_request(prompt(30, 1), VARIED)
+    for length in (1, 1, 40):
+        engine.add_request([77] * length, VARIED)
+    assert run_all(engine)[healthy].outputs[0].token_ids == expected
+
+
 def test_abort_leaves_the_others_alone(engine):
     expected = generate(engine, prompt(20, 1), GREEDY).outputs[0].token_ids
     other = engine.add_request(prompt(20, 1), GREEDY)
@@ -230,6 +268,71 @@ def test_an_interrupted_step_harms_no_request(engine, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
             engine.scheduler.check_integrity()
+    results = run_all(engine)
+    assert [results[i].outputs[0].token_ids for i in ids] == expected
+
+
+def test_ctrl_c_takes_effect_when_the_step_is_over(engine, monkeypatch):
+    """A real signal in the middle of each part of a step; nothing is lost, not even its tokens."""
+    expected = [generate(engine, prompt(20, i), GREEDY).outputs[0].token_ids for i in range(3)]
+    ids = [engine.add_request(prompt(20, i), GREEDY) for i in range(3)]
+    results, interrupts = {}, 0
+    places = [
+        (engine.scheduler, "schedule"),
+        (engine.runner, "execute"),
+        (engine.scheduler, "update"),
+    ]
+    while engine.has_unfinished_requests():
+        where, name = places[interrupts % 3]
+        with monkeypatch.context() as patch:
+            real = getattr(where, name)
+
+            def interrupted(*arguments, real=real):
+                value = real(*arguments)
+                os.kill(os.getpid(), signal.SIGINT)
+                return value
+
+            patch.setattr(where, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        interrupts += 1
+        engine.scheduler.check_integrity()
+        if interrupts % 4 == 0:
+            results |= {o.request_id: o.outputs[0].token_ids for o in engine.step()}
+    results |= {o.request_id: o.outputs[0].token_ids for o in engine.step()}
+    assert interrupts >= 6
+    assert [results[i] for i in ids] == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("when", ["at once", "late"])
+def test_a_step_that_fails_on_the_device_costs_no_request(engine, monkeypatch, when):
+    """The pools are donated to a step, so one that raises takes them along; one that fails late
+    has already put its own, which fail whoever reads them, in their place."""
+    expected = [generate(engine, prompt(20, i), GREEDY).outputs[0].token_ids for i in range(3)]
+    ids = [engine.add_request(prompt(20, i), GREEDY) for i in range(3)]
+    for _ in range(3):
+        engine.step()
+    execute = engine.runner.execute
+
+    def fail(*arguments):
+        result = execute(*arguments)
+        if when == "at once":
+            engine.runner._kv_pool.delete()
+            raise RuntimeError("the device is out of memory")
+        broken = jax.jit(lambda x: jax.pure_callback(raising, x, x))
+        engine.runner._kv_pool = broken(engine.runner._kv_pool)
+        result._rows = engine.runner._kv_pool
+        return result
+
+    def raising(_):
+        raise RuntimeError("the device is out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "execute", fail)
+        with pytest.raises(Exception, match="out of memory"):
+            engine.step()
+    engine.scheduler.check_integrity()
     results = run_all(engine)
     assert [results[i].outputs[0].token_ids for i in ids] == expected
 
@@ -258,13 +361,20 @@ def test_requests_run_in_order_of_arrival_time(make_engine):
 
 BAD_REQUESTS = [
     ([], {}, ValueError, "prompt_token_ids must hold at least one token"),
-    ([1, 49152], {}, ValueError, r"prompt_token_ids\[1\] must be in \[0, 49152\), got 49152"),
-    ([-1], {}, ValueError, r"prompt_token_ids\[0\] must be in"),
+    (
+        [1, 49152],
+        {},
+        ValueError,
+        r"prompt_token_ids\[1\] must be an int in \[0, 49152\), got 49152",
+    ),
+    ([-1], {}, ValueError, r"prompt_token_ids\[0\] must be an int in"),
     ([1.5], {}, TypeError, r"prompt_token_ids\[0\] must be an int"),
     ([True], {}, TypeError, r"prompt_token_ids\[0\] must be an int"),
     ("text", {}, TypeError, "prompt_token_ids must be a list of token ids"),
     (None, {}, TypeError, "prompt_token_ids must be a list of token ids"),
     ([1] * 256, {}, ValueError, "shorter than max_model_len=256.*got 256"),
+    ([1, True, 3], {}, TypeError, r"prompt_token_ids\[1\] must be an int"),
+    ([2**70], {}, ValueError, r"prompt_token_ids\[0\] must be an int in"),
     ([1], {"request_id": 5}, TypeError, "request_id must be"),
     ([1], {"request_id": "taken"}, ValueError, "request_id must be new, 'taken'"),
     ([1], {"arrival_time": "now"}, TypeError, "arrival_time must be"),
@@ -403,3 +513,54 @@ def test_a_compilation_in_a_step_would_be_counted(make_engine, monkeypatch):
     engine.step()
     assert engine.stats().compilations_after_warmup == 1
     engine.abort("0")
+
+
+def test_a_second_thread_is_refused_and_spoils_nothing(engine, monkeypatch):
+    expected = generate(engine, prompt(20, 1), GREEDY).outputs[0].token_ids
+    request_id = engine.add_request(prompt(20, 1), GREEDY)
+    errors, execute = [], engine.runner.execute
+
+    def meddle():
+        for call in (
+            engine.step,
+            lambda: engine.add_request([1], GREEDY),
+            lambda: engine.abort(request_id),
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    def slow(*arguments):
+        thread = threading.Thread(target=meddle)
+        thread.start()
+        thread.join()
+        return execute(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "execute", slow)
+        engine.step()
+    assert errors == ["an engine serves one thread: another is inside it now"] * 3
+    assert run_all(engine)[request_id].outputs[0].token_ids == expected
+
+
+def test_logprobs_of_a_vocabulary_of_fewer_than_twenty(tiny_checkpoint, make_engine):
+    config = dataclasses.replace(tiny_checkpoint.config, vocab_size=10)
+    graphdef, params = nnx.split(Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0)), nnx.Param)
+    small = dataclasses.replace(
+        tiny_checkpoint,
+        config=config,
+        graphdef=graphdef,
+        params=params,
+        tokenizer=None,
+        eos_token_ids=(),
+    )
+    output = generate(make_engine(small), [1, 2], SamplingParams(logprobs=20, max_tokens=2))
+    for entry in output.outputs[0].logprobs:
+        assert sorted(entry) == list(range(10))
+        assert sum(np.exp(list(entry.values()))) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_pool_that_cannot_be_allocated_is_refused(make_engine):
+    with pytest.raises(ValueError, match="num_blocks=100000000 asks for a KV pool of"):
+        make_engine(num_blocks=10**8)

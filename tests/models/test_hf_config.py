@@ -223,3 +223,26 @@ def test_leftovers_of_a_default_rope_are_ignored():
 def test_only_configs_have_a_model_class():
     with pytest.raises(TypeError, match="config must be a model config, got dict"):
         model_class({})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model_type": []},
+        {"architectures": [[]]},
+        {"rope_scaling": {"rope_type": [1], "factor": 2.0}},
+    ],
+    ids=str,
+)
+def test_values_of_a_wrong_type_are_refused_and_not_stumbled_over(wrong):
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    config_from_hf(config)
+    with pytest.raises(ValueError, match="|".join([*wrong, "architecture", "rope_type"])):
+        config_from_hf(config | wrong)

@@ -45,21 +45,22 @@ def test_no_array_grows_with_the_block_tables(query_len):
     assert sizes(max_blocks=8) == sizes(max_blocks=512)
 
 
-def median_seconds(function, *args, repeats=5):
+def best_seconds(function, *args, repeats=20):
+    """The shortest of many runs: what the work itself takes, however busy the machine is."""
     jax.block_until_ready(function(*args))
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(function(*args))
         seconds.append(time.perf_counter() - start)
-    return np.median(seconds)
+    return min(seconds)
 
 
 def test_one_long_sequence_does_not_lengthen_the_others():
     """4032 keys against 65536: about 0.06, and 1 where the longest row sets the cost."""
     attend_jit = jax.jit(attend)
-    mixed = median_seconds(attend_jit, *arguments([2048] + [64] * 31, max_blocks=128))
-    long = median_seconds(attend_jit, *arguments([2048] * 32, max_blocks=128))
+    mixed = best_seconds(attend_jit, *arguments([2048] + [64] * 31, max_blocks=128))
+    long = best_seconds(attend_jit, *arguments([2048] * 32, max_blocks=128))
     assert mixed < 0.4 * long
 
 
@@ -89,7 +90,7 @@ def test_layers_leave_the_pool_in_place(dtype, query_len):
         if num_blocks > 64:
             assert compiled.memory_analysis().temp_size_in_bytes < pool.nbytes / 50
         repeats = []
-        for _ in range(8):
+        for _ in range(20):
             start = time.perf_counter()
             pool, _ = jax.block_until_ready(compiled(pool, q))
             repeats.append(time.perf_counter() - start)

@@ -6,6 +6,7 @@ from jpaged.runner.kv_pool import (
     allocate_pool,
     block_bytes,
     blocks_in,
+    container_bytes_left,
     cpu_pool_bytes,
     gpu_pool_bytes,
     storage_dtype,
@@ -18,6 +19,15 @@ def test_a_cpu_pool_is_4_gib_or_a_quarter_of_what_is_available():
     assert cpu_pool_bytes(64 * GIB) == 4 * GIB
     assert cpu_pool_bytes(16 * GIB) == 4 * GIB
     assert cpu_pool_bytes(8 * GIB) == 2 * GIB
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path):
+    assert container_bytes_left(tmp_path) == float("inf")
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("100\n")
+    assert container_bytes_left(tmp_path) == float("inf")
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert container_bytes_left(tmp_path) == 900
 
 
 def test_a_gpu_pool_is_what_weights_and_temporaries_leave():

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from scipy import stats
 
 from jpaged.runner import sampler
@@ -194,6 +195,35 @@ def test_ten_thousand_samples_of_one_position_fit_their_distribution(filters):
     assert p_value > 1e-3  # seeds are fixed: this is one draw, not a flaky test
 
 
+def test_samples_under_penalties_fit_the_penalised_distribution():
+    logits = random_logits(1, seed=6, scale=1.0)
+    context = np.array([3, 3, 3, 8, 8, 11, 11, 11, 11, 40])  # the first two are the prompt
+    token_pool = jnp.asarray(np.pad(context, (0, 6)).reshape(1, 16), jnp.int32)
+    penalties = {
+        "prompt_len": 2,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+    }
+    edited = logits[0].astype(np.float64)
+    for token in set(context.tolist()):
+        edited[token] *= 1.5 if edited[token] < 0 else 1 / 1.5
+    for token in set(context[2:].tolist()):
+        edited[token] -= 0.5 + 0.25 * (context[2:] == token).sum()
+    tokens = []
+    for first in range(0, 10_000, 250):
+        rows = [{"seed_low": seed} | penalties for seed in range(first, first + 250)]
+        lens = np.full(250, len(context))
+        out = run(np.repeat(logits, 250, axis=0), rows, token_pool=token_pool, context_lens=lens)
+        tokens.append(out["token"])
+    observed = np.bincount(np.concatenate(tokens), minlength=VOCAB)
+    expected = softmax(edited) * 10_000
+    common = expected >= 5
+    observed = np.append(observed[common], observed[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    assert stats.chisquare(observed, expected).pvalue > 1e-3
+
+
 def test_samples_differ_by_seed_by_sample_and_by_position_and_by_nothing_else():
     logits = np.zeros((1, VOCAB), np.float32)
     base = {"seed_high": 3, "seed_low": 7, "sample_index": 1}
@@ -326,16 +356,63 @@ def test_a_vocabulary_smaller_than_twenty():
     out = run(logits, [{"wants_logprobs": 1, "top_k": 3}, {"top_p": 0.5}], bias=np.zeros((2, 7)))
     assert (out["token"] < 7).all()
     assert sorted(out["top_ids"][0, :7]) == list(range(7))
-    assert (out["top_logprobs"][0, 7:] == 0).all()
+    assert (out["top_ids"][0, 7:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"top_p": 1e-40, "top_k": 300},  # smaller than any float32: a target of 0
+        {"top_p": 1e-40},
+        {"top_p": 1e-30, "top_k": 900},
+        {"min_p": 1.0, "top_k": 1},
+    ],
+    ids=str,
+)
+def test_the_smallest_nucleus_is_the_best_token(row):
+    logits = random_logits(2)
+    assert run(logits, [row, row])["token"].tolist() == logits.argmax(1).tolist()
+
+
+def test_a_row_of_nan_stays_in_the_vocabulary_and_harms_no_other():
+    rows = [
+        {"temperature": t, "seed_low": 3, **f} for t in (0.0, 1.0) for f in ({}, {"top_p": 0.5})
+    ]
+    logits = random_logits(len(rows) + 1)
+    rows.append({"seed_low": 4, "top_k": 40, "wants_logprobs": 1})
+    expected = run(logits, rows)["token"][-1]
+    logits[:-1] = np.nan
+    logits[0, 5] = 1.0
+    found = run(logits, rows)["token"]
+    assert ((found >= 0) & (found < VOCAB)).all()
+    assert found[-1] == expected
+
+
+def executed(jaxpr) -> set[str]:
+    """Names of the primitives that always run: inside nested calls too, but in no branch."""
+    names = set()
+    for equation in jaxpr.eqns:
+        names.add(equation.primitive.name)
+        if equation.primitive.name != "cond":
+            for sub in jaxprs_in_params(equation.params):
+                names |= executed(sub)
+    return names
 
 
 def test_a_greedy_batch_runs_no_branch_but_argmax():
-    """What a greedy batch executes: every exp, sort and random bit stands inside a conditional."""
     logits, rows = jnp.zeros((8, VOCAB)), make_rows([{"temperature": 0.0}] * 8)
     jaxpr = jax.make_jaxpr(sampler.sample_rows)(
         logits, rows, jnp.zeros((4, 16), jnp.int32), jnp.zeros((8, VOCAB))
     )
-    outside = {equation.primitive.name for equation in jaxpr.jaxpr.eqns}
-    assert "cond" in outside
-    expensive = {"exp", "top_k", "sort", "cumsum", "random_bits", "threefry2x32", "while", "scan"}
+    outside = executed(jaxpr.jaxpr)
+    assert {"cond", "argmax"} <= outside
+    expensive = {"exp", "log", "top_k", "sort", "cumsum", "while", "scan", "scatter-add"}
+    expensive |= {"random_bits", "threefry2x32", "random_fold_in", "random_wrap"}
     assert not outside & expensive
+    # The names are right: they are what a sampling function runs.
+    for function, arguments, names in [
+        (sampler.inverse_cdf, (logits, jnp.zeros(8)), {"cumsum"}),
+        (sampler.log_probabilities, (logits, jnp.zeros(8, jnp.int32)), {"exp", "log", "top_k"}),
+        (sampler.row_uniforms, [jnp.zeros(8, jnp.int32)] * 4, {"random_bits", "random_fold_in"}),
+    ]:
+        assert names <= executed(jax.make_jaxpr(function)(*arguments).jaxpr)

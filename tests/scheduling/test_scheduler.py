@@ -282,9 +282,9 @@ def test_an_abandoned_plan_is_computed_again(serving_loop, make_request):
     requests = [make_request(0, 3, 5), make_request(1, 13, 5), make_request(2, 2, 5)]
     loop.add(*requests)
     loop.step()
-    plan = loop.scheduler.schedule()
+    loop.scheduler.schedule()
     loop.scheduler.abort("0")  # as a caller may whose loop was interrupted
-    loop.scheduler.abandon(plan)
+    loop.scheduler.abandon()
     loop.scheduler.check_integrity()
     assert loop.manager.num_used_blocks == 0
     assert [r.number for r in loop.scheduler.waiting] == [1, 2]

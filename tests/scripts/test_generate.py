@@ -146,6 +146,45 @@ def test_prompt_logprobs_are_written_when_asked_for(run):
     assert record["prompt_logprobs"][0] is None
 
 
+def test_a_model_that_does_not_load_costs_no_earlier_results(script, monkeypatch, tmp_path, capsys):
+    output = tmp_path / "results.jsonl"
+    output.write_text("results of last night")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    arguments = ["--model", str(tmp_path / "no model"), "--prompt", "One", "--output", str(output)]
+    assert script.main(["generate.py", *arguments]) == 2
+    assert "model must be" in capsys.readouterr().err
+    assert output.read_text() == "results of last night"
+
+
+def test_results_that_are_finished_are_written_when_the_run_is_interrupted(
+    script, loaded, monkeypatch, tiny_llm, write_lines, tmp_path, capsys
+):
+    step, steps = tiny_llm.engine.step, []
+
+    def interrupted():
+        steps.append(None)
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(tiny_llm.engine, "step", interrupted)
+    lines = [{"prompt": "One", "max_tokens": 2}, {"prompt": "Two", "max_tokens": 50}]
+    output = tmp_path / "results.jsonl"
+    arguments = ["--prompts_file", str(write_lines(*lines)), "--output", str(output), *GREEDY]
+    assert script.main(["generate.py", *arguments, "--ignore_eos"]) == 130
+    (record,) = map(json.loads, output.read_text().splitlines())
+    assert record["prompt"] == "One" and len(record["outputs"][0]["token_ids"]) == 2
+
+
+def test_what_is_wrong_with_a_line_is_told_before_the_model_loads(
+    script, monkeypatch, write_lines, tmp_path, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    path = write_lines({"prompt": "One", "top_p": 7})
+    assert script.main(["generate.py", "--model", "/no/model", "--prompts_file", str(path)]) == 1
+    assert f"{path}: line 1: top_p must be" in capsys.readouterr().err
+
+
 def test_output_to_standard_output(run):
     code, out, _ = run("--prompt", "One", "--prompt", "Two", "--output", "-", *GREEDY)
     assert code == 0
@@ -169,6 +208,7 @@ def test_stats_go_to_standard_error(run):
     assert len(out.splitlines()) == 1
     stats = json.loads(err.splitlines()[-1])
     assert {"num_blocks", "blocks_used", "steps", "compilations_after_warmup"} <= set(stats)
+    assert stats["seconds"] > 0 and stats["generated_tokens_per_second"] > 0
 
 
 def test_progress_goes_to_standard_error(run):
@@ -266,7 +306,7 @@ BAD_LINES = [
     ({"prompt_token_ids": [1.5]}, "must be an int"),
     ({"prompt_token_ids": [True]}, "must be an int"),
     ({"prompt_token_ids": []}, "must hold at least one token"),
-    ({"prompt_token_ids": [49152]}, "must be in [0, 49152), got 49152"),
+    ({"prompt_token_ids": [49152]}, "must be an int in [0, 49152), got 49152"),
     ({"messages": "a"}, "messages must be a list, got 'a'"),
     ({"messages": []}, "a conversation must hold at least one message"),
     ({"messages": [{"role": "user"}]}, "a message must be a dictionary with the strings"),
@@ -509,8 +549,9 @@ class LLM:
         return SamplingParams()
     def prepare(self, prompt, params):
         return prompt
-    def run(self, requests, use_tqdm):
-        return [RequestOutput("0", p, [1], [CompletionOutput(0, TEXT, [1])]) for p in requests]
+    def iterate(self, requests, use_tqdm):
+        for p in requests:
+            yield RequestOutput("0", p, [1], [CompletionOutput(0, TEXT, [1])])
 
 sys.modules["jpaged.llm"] = types.SimpleNamespace(LLM=LLM)
 sys.argv = sys.argv[1:]
