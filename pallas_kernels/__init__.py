@@ -12,13 +12,12 @@ size, L layers, H query heads, K KV heads, D head dim, C blocks in a list, n par
 
 Every operator is a pure function that may be called under `jax.jit`. `backend` is one of `auto`,
 `xla` (any platform, all features), `reference` (slow, the definition of the semantics), `triton`
-and `mosaic`; a backend that cannot do what is asked raises NotImplementedError, and `auto` takes
-the first that can.
+(Pallas kernels for NVIDIA GPUs, interpreted on a CPU) and `mosaic` (not built yet). A backend that
+cannot do what is asked raises NotImplementedError. `auto` takes xla everywhere, until the kernels
+have run on a GPU: so far they were compiled for GPUs and run interpreted.
 """
 
-import functools
 import importlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +34,6 @@ from pallas_kernels.arguments import (
     check_plan,
     check_pool,
 )
-from pallas_kernels.devices import tracing_target
 from pallas_kernels.plan import Plan
 
 __all__ = [
@@ -48,32 +46,19 @@ __all__ = [
     "write_kv",
 ]
 
-logger = logging.getLogger(__name__)
-
 _BACKENDS = ("xla", "triton", "mosaic", "reference")
 
 
 def _dispatch(backend: str, call: Callable[[Any], Any]) -> Any:
-    """Calls `call` with the backend's module; for "auto" with the first that supports the call."""
+    """Calls `call` with the backend's module."""
     if backend == "auto":
-        if tracing_target().is_nvidia:
-            try:
-                return _dispatch("triton", call)
-            except NotImplementedError as error:
-                _log_fallback(str(error))
-        return _dispatch("xla", call)
+        backend = "xla"
     if backend not in _BACKENDS:
         raise ValueError(f"backend must be one of auto, {', '.join(_BACKENDS)}, got {backend!r}")
     if backend == "mosaic":
         raise NotImplementedError(f"backend {backend!r} is not built yet")
     # Imported when first used: the xla backend should not wait for Pallas.
     return call(importlib.import_module(f"pallas_kernels.{backend}"))
-
-
-@functools.cache
-def _log_fallback(reason: str) -> None:
-    """Says once for each reason that "auto" takes xla on a GPU."""
-    logger.warning("backend='auto' takes xla: %s", reason)
 
 
 def paged_attention(
