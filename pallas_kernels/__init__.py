@@ -12,60 +12,53 @@ size, L layers, H query heads, K KV heads, D head dim, C blocks in a list, n par
 
 Every operator is a pure function that may be called under `jax.jit`. `backend` is one of `auto`,
 `xla` (any platform, all features), `reference` (slow, the definition of the semantics), `triton`
-and `mosaic`; a backend that cannot do what is asked raises NotImplementedError, and `auto` takes
-the first that can.
+(Pallas kernels for NVIDIA GPUs, interpreted on a CPU) and `mosaic` (not built yet). A backend that
+cannot do what is asked raises NotImplementedError. `auto` takes xla everywhere, until the kernels
+have run on a GPU: so far they were compiled for GPUs and run interpreted.
 """
 
+import importlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32, Shaped
 
-from pallas_kernels import reference, xla
 from pallas_kernels.arguments import (
     check_array,
     check_attention,
     check_layer,
     check_like_pool,
+    check_plan,
     check_pool,
 )
+from pallas_kernels.plan import Plan
 
 __all__ = [
     "copy_blocks",
     "gather_blocks",
     "merge_states",
     "paged_attention",
+    "plan_attention",
     "scatter_blocks",
     "write_kv",
 ]
 
-_BACKENDS: dict[str, ModuleType | None] = {
-    "xla": xla,
-    "reference": reference,
-    "triton": None,
-    "mosaic": None,
-}
-_AUTO: tuple[str, ...] = ("xla",)  # in the order in which they are tried
+_BACKENDS = ("xla", "triton", "mosaic", "reference")
 
 
 def _dispatch(backend: str, call: Callable[[Any], Any]) -> Any:
-    """Calls `call` with the backend's module; for "auto" with the first that supports the call."""
+    """Calls `call` with the backend's module."""
     if backend == "auto":
-        for candidate in _AUTO[:-1]:
-            try:
-                return _dispatch(candidate, call)
-            except NotImplementedError:
-                continue
-        return _dispatch(_AUTO[-1], call)
+        backend = "xla"
     if backend not in _BACKENDS:
-        allowed = ", ".join(("auto", *_BACKENDS))
-        raise ValueError(f"backend must be one of {allowed}, got {backend!r}")
-    if _BACKENDS[backend] is None:
+        raise ValueError(f"backend must be one of auto, {', '.join(_BACKENDS)}, got {backend!r}")
+    if backend == "mosaic":
         raise NotImplementedError(f"backend {backend!r} is not built yet")
-    return call(_BACKENDS[backend])
+    # Imported when first used: the xla backend should not wait for Pallas.
+    return call(importlib.import_module(f"pallas_kernels.{backend}"))
 
 
 def paged_attention(
@@ -82,7 +75,7 @@ def paged_attention(
     alibi_slopes: Float32[Array, " H"] | None = None,
     sinks: Float32[Array, " H"] | None = None,
     return_lse: bool = False,
-    plan: Any = None,
+    plan: Plan | None = None,
     backend: str = "auto",
 ) -> Float[Array, "T H D"] | tuple[Float[Array, "T H D"], Float32[Array, "T H"]]:
     """Causal attention of the step's query tokens over their sequences' keys and values.
@@ -108,7 +101,9 @@ def paged_attention(
         alibi_slopes: Adds `slope * (key position - p)` to the scores (ALiBi, Press et al. 2022).
         sinks: One more logit a head in the softmax's denominator (and in lse), without a value.
         return_lse: Also return the natural logarithm of the softmax's denominator.
-        plan: Work list for a backend that can use one; none of those built so far can.
+        plan: Work lists for these query_starts and context_lens, of `plan_attention` or of
+            `pallas_kernels.plan.make_plan`, for a backend that uses them (triton). Made in the call
+            if None, which costs some ten small launches: make it once for all layers.
         backend: See the module.
 
     Returns:
@@ -119,12 +114,8 @@ def paged_attention(
         TypeError: An argument is no array, or of a wrong dtype or type.
         ValueError: Shapes that do not go together, H % K != 0, layer outside the pool,
             soft_cap <= 0, unknown backend.
-        NotImplementedError: The backend does not support the call, or a plan is given.
+        NotImplementedError: The backend does not support the call.
     """
-    if plan is not None:
-        raise NotImplementedError(
-            f"plan must be None (work lists are not built yet), got {type(plan).__name__}"
-        )
     check_attention(
         q,
         kv_pool,
@@ -138,6 +129,8 @@ def paged_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
+    if plan is not None:
+        check_plan(plan)
     arrays = (q, kv_pool, block_tables, query_starts, context_lens)
     q, kv_pool, block_tables, query_starts, context_lens = map(jnp.asarray, arrays)
     return _dispatch(
@@ -155,6 +148,57 @@ def paged_attention(
             alibi_slopes=alibi_slopes,
             sinks=sinks,
             return_lse=return_lse,
+            plan=plan,
+        ),
+    )
+
+
+def plan_attention(
+    query_starts: Int32[Array, " S+1"],
+    context_lens: Int32[Array, " S"],
+    *,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    dtype: DTypeLike,
+    window: int | Int32[Array, ""] | None = None,
+    backend: str = "auto",
+) -> Plan | None:
+    """Work lists for `paged_attention`, made on the device: once a step, outside the layers' loop.
+
+    Args:
+        query_starts: As in paged_attention.
+        context_lens: As in paged_attention.
+        num_tokens: Rows of q, padding included.
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        dtype: q's.
+        window: A window that the layers share: contexts are then split by what it shows. The plan
+            is right for any window all the same.
+        backend: The one that paged_attention will be called with.
+
+    Returns:
+        The plan, or None if the backend needs none.
+
+    Raises:
+        TypeError: An argument is no array, or of a wrong dtype.
+        ValueError: Shapes that do not go together, unknown backend.
+        NotImplementedError: The backend does not support the call.
+    """
+    sizes: dict[str, int] = {}
+    check_array("context_lens", context_lens, "S", (jnp.int32,), sizes)
+    check_array("query_starts", query_starts, "S+1", (jnp.int32,), sizes)
+    query_starts, context_lens = jnp.asarray(query_starts), jnp.asarray(context_lens)
+    return _dispatch(
+        backend,
+        lambda module: module.plan_attention(
+            query_starts,
+            context_lens,
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            dtype=dtype,
+            window=window,
         ),
     )
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.plan import Plan
+
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -121,6 +123,14 @@ def check_attention(
         check_array("alibi_slopes", alibi_slopes, "H", (jnp.float32,), sizes)
     if sinks is not None:
         check_array("sinks", sinks, "H", (jnp.float32,), sizes)
+
+
+def check_plan(plan) -> None:
+    """Refuses what is no work list; whether it is one for this batch, the backend sees."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan of pallas_kernels.plan, got {type(plan).__name__}")
+    for field, rows in (("tiles", 4), ("items", 6), ("merged", 4)):
+        check_array(f"plan.{field}", getattr(plan, field), f"{rows} W", (jnp.int32,), {})
 
 
 def value_dtype(kv_pool) -> np.dtype:

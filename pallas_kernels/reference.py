@@ -23,6 +23,7 @@ def paged_attention(
     alibi_slopes,
     sinks,
     return_lse,
+    plan=None,
 ):
     """Attention of one token after the other over its sequence's whole block table."""
     num_tokens, num_heads, head_dim = q.shape
@@ -75,6 +76,10 @@ def paged_attention(
 
     out, lse = lax.map(attend, jnp.arange(num_tokens))
     return (out, lse) if return_lse else out
+
+
+def plan_attention(query_starts, context_lens, **shapes):
+    """No plan: nothing is split."""
 
 
 def write_kv(kv_pool, layer, k, v, slot_mapping):

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.reference import merge_states
+from pallas_kernels.reference import merge_states, plan_attention
 from pallas_kernels.xla_attention import paged_attention
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "gather_blocks",
     "merge_states",
     "paged_attention",
+    "plan_attention",
     "scatter_blocks",
     "write_kv",
 ]

@@ -335,6 +335,7 @@ def paged_attention(
     alibi_slopes,
     sinks,
     return_lse,
+    plan=None,
 ):
     """The public operator's `xla` backend; its arguments are checked there."""
     num_tokens, num_heads, head_dim = q.shape

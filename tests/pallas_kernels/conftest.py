@@ -1,11 +1,21 @@
-"""Ragged batches over a poisoned pool, for the tests of the attention operator."""
+"""Ragged batches over a poisoned pool, and comparisons, for the tests of the attention operator."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
+
+import pallas_kernels
+
+# Relative Frobenius errors. float32: sums over the keys in another order, 1e-6 is typical.
+# bfloat16: the result is rounded to 8 bits (2e-3 on average) and so are the softmax weights, whose
+# errors partly cancel.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,51 @@ def _make_batch(bucket: Bucket, rows: list[tuple[int, int]], seed: int) -> Batch
     return Batch(q.astype(dtype), pool.astype(dtype), 1, tables, starts, context_lens)
 
 
+@partial(jax.jit, static_argnames=("soft_cap", "static_window", "backend"))
+def _attend(*arguments, static_window=None, window=None, **keywords):
+    window = static_window if window is None else window
+    return pallas_kernels.paged_attention(
+        *arguments, scale=0.4, return_lse=True, window=window, **keywords
+    )
+
+
+def _assert_close(got, expected, dtype):
+    """Outputs and logarithms agree: in the mean, and (four times looser) each one."""
+    out, lse = (np.asarray(x, np.float64) for x in got)
+    expected_out, expected_lse = (np.asarray(x, np.float64) for x in expected)
+    assert np.isfinite(out).all()
+    tolerance, size = TOLERANCE[dtype], np.linalg.norm(expected_out)
+    assert np.linalg.norm(out - expected_out) <= tolerance * size
+    assert np.abs(out - expected_out).max(initial=0) <= 4 * tolerance * np.abs(expected_out).max(
+        initial=0
+    )
+    live = np.isfinite(expected_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), ~live)
+    np.testing.assert_allclose(lse[live], expected_lse[live], rtol=1e-5, atol=1e-5)
+    assert not out[~live].any()
+
+
+@st.composite
+def _ragged_rows(draw, bucket):
+    """(query_len, context_len) of each row: empty, decode or several queries; the contexts end in
+    the middle, on, just below and just above the edge of a block."""
+    rows = []
+    size, left = bucket.block_size, bucket.num_tokens
+    for _ in range(draw(st.integers(1, bucket.num_sequences))):
+        most = min(left, size * bucket.max_blocks)
+        query_len = draw(st.sampled_from((0, 1, 1, 2, 7, size, size + 1, most)))
+        query_len = min(query_len, most)
+        edge = draw(st.integers(0, bucket.max_blocks)) * size
+        context_len = edge + draw(st.sampled_from((-1, 0, 1, size // 2)))
+        context_len = min(max(context_len, query_len), size * bucket.max_blocks)
+        # A row without a query may still have a context.
+        if query_len == 0 and draw(st.booleans()):
+            context_len = 0
+        rows.append((query_len, context_len))
+        left -= query_len
+    return rows
+
+
 @pytest.fixture(scope="session")
 def bucket_type() -> type[Bucket]:
     return Bucket
@@ -94,3 +149,20 @@ def bucket_type() -> type[Bucket]:
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[[Bucket, list[tuple[int, int]], int], Batch]:
     return _make_batch
+
+
+@pytest.fixture(scope="session")
+def attend() -> Callable:
+    """paged_attention with scale 0.4 and its lse, jitted; `static_window` is one known when traced,
+    `window` one that is not."""
+    return _attend
+
+
+@pytest.fixture(scope="session")
+def assert_close() -> Callable:
+    return _assert_close
+
+
+@pytest.fixture(scope="session")
+def ragged_rows() -> Callable:
+    return _ragged_rows

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
+from pallas_kernels.plan import Plan
 
 POOL = np.zeros((2, 6, 2, 2, 4, 8), np.float32)
 ATTENTION = {
@@ -64,9 +65,10 @@ def zeros(*shape, dtype=np.float32):
         ({"soft_cap": "5"}, TypeError, "soft_cap must be a number"),
         ({"alibi_slopes": zeros(2)}, ValueError, "alibi_slopes must have shape .* H = 4"),
         ({"sinks": zeros(4, dtype=np.int32)}, TypeError, "sinks must be float32"),
-        ({"plan": {}}, NotImplementedError, "plan must be None .* got dict"),
+        ({"plan": {}}, TypeError, "plan must be a Plan of pallas_kernels.plan, got dict"),
+        ({"plan": Plan(BLOCKS, BLOCKS, BLOCKS)}, ValueError, r"plan.tiles must .* \[4, W\]"),
+        ({"plan": Plan(*[zeros(4, 3)] * 3)}, TypeError, "plan.tiles must be int32"),
         ({"backend": "cuda"}, ValueError, "backend must be one of auto, xla, .* got 'cuda'"),
-        ({"backend": "triton"}, NotImplementedError, "'triton' is not built yet"),
         ({"backend": "mosaic"}, NotImplementedError, "'mosaic' is not built yet"),
     ],
 )
@@ -85,7 +87,7 @@ def test_paged_attention(changes, error, message):
         ({"v": zeros(5, 2, 8, dtype=np.float16)}, TypeError, "v must be float32"),
         ({"slot_mapping": zeros(6, dtype=np.int32)}, ValueError, "slot_mapping .* T = 5"),
         ({"slot_mapping": zeros(5, dtype=np.int64)}, TypeError, "slot_mapping must be int32"),
-        ({"backend": "triton"}, NotImplementedError, "'triton' is not built yet"),
+        ({"backend": "mosaic"}, NotImplementedError, "'mosaic' is not built yet"),
     ],
 )
 def test_write_kv(changes, error, message):

@@ -1,4 +1,5 @@
-"""write_kv, copy_blocks, gather_blocks, scatter_blocks and merge_states, on both backends."""
+"""write_kv, copy_blocks, gather_blocks, scatter_blocks and merge_states, on all backends (triton
+interpreted)."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ NUM_BLOCKS, BLOCK_SIZE = SHAPE[1], SHAPE[4]
 NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "uint16": "bfloat16"}
 
-both_backends = pytest.mark.parametrize("backend", ["reference", "xla"])
+all_backends = pytest.mark.parametrize("backend", ["reference", "xla", "triton"])
 few_examples = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 
 
@@ -37,7 +38,7 @@ def indices(size, count):
     ).filter(lambda xs: len({x for x in xs if 0 <= x < size}) == sum(0 <= x < size for x in xs))
 
 
-@both_backends
+@all_backends
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_write_kv(backend, dtype):
     pool = random_array(SHAPE, dtype)
@@ -58,7 +59,7 @@ def test_write_kv(backend, dtype):
     check()
 
 
-@both_backends
+@all_backends
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copy_blocks(backend, dtype):
     pool = random_array(SHAPE, dtype)
@@ -78,7 +79,7 @@ def test_copy_blocks(backend, dtype):
     check()
 
 
-@both_backends
+@all_backends
 def test_copies_are_simultaneous(backend):
     pool = random_array(SHAPE, "float32")
     cycle = np.array([0, 1, 2, 2], np.int32), np.array([1, 2, 0, -1], np.int32)
@@ -86,7 +87,7 @@ def test_copies_are_simultaneous(backend):
     np.testing.assert_array_equal(got[:, :3], pool[:, [2, 0, 1]])
 
 
-@both_backends
+@all_backends
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gather_and_scatter_blocks(backend, dtype):
     pool, other = random_array(SHAPE, dtype), random_array(SHAPE, dtype, seed=1)
@@ -121,7 +122,7 @@ def test_block_copies_leave_the_pool_in_place(dtype):
         assert memory.temp_size_in_bytes < pool.nbytes / 20
 
 
-@both_backends
+@all_backends
 def test_merge_states_is_attention_over_the_union(backend):
     """Three decode rows hold 2 blocks, 1 block and 9 slots of what a fourth holds together."""
     size, num_heads = 4, 4
@@ -148,7 +149,7 @@ def test_merge_states_is_attention_over_the_union(backend):
     np.testing.assert_allclose(merged_lse[0], lse[3], rtol=1e-6)
 
 
-@both_backends
+@all_backends
 def test_merge_states_of_rows_without_keys(backend):
     outs = jnp.full((2, 3, 4, 5), jnp.nan, jnp.bfloat16)
     lses = jnp.full((2, 3, 4), -jnp.inf)
