@@ -249,16 +249,13 @@ class LLM:
             request_ids = [stack.enter_context(self._in_flight()) for _ in requests]
             for request_id, request in zip(request_ids, requests, strict=True):
                 self._add(request_id, request, stream=False)
-            unfinished = set(request_ids)
+            ours = set(request_ids)
             for request_id in request_ids:
-                while request_id in unfinished:
-                    self._step()
-                    done = {name for name in unfinished if _is_finished(self._latest[name])}
-                    unfinished -= done
-                    self._check_known(unfinished)
+                while not _is_finished(output := self._latest[request_id]):
+                    finished = self._step()
+                    self._check_known(request_id)
                     if progress is not None:
-                        progress.update(len(done))
-                output = self._latest[request_id]
+                        progress.update(len(ours & finished))
                 assert output is not None
                 yield output
 
@@ -270,8 +267,7 @@ class LLM:
             while not _is_finished(seen):
                 while self._latest[request_id] is seen:
                     self._step()
-                    if self._latest[request_id] is seen:
-                        self._check_known({request_id})
+                    self._check_known(request_id)
                 seen = self._latest[request_id]
                 assert seen is not None
                 yield seen
@@ -300,19 +296,21 @@ class LLM:
             stream=stream,
         )
 
-    def _step(self) -> None:
-        for output in self.engine.step():
+    def _step(self) -> set[str]:
+        """Step the engine and file the outputs of all our requests; the ids that finished."""
+        outputs = self.engine.step()
+        for output in outputs:
             if output.request_id in self._latest:
                 self._latest[output.request_id] = output
+        return {output.request_id for output in outputs if output.finished}
 
-    def _check_known(self, request_ids: set[str]) -> None:
+    def _check_known(self, request_id: str) -> None:
         """Rather an error than to wait for ever for an output that somebody else was given."""
-        for request_id in request_ids:
-            if not self.engine.has_request(request_id):
-                raise RuntimeError(
-                    f"request {request_id!r} ended outside this call: while LLM's methods run, "
-                    "nobody else may step the engine or abort their requests"
-                )
+        if not (_is_finished(self._latest[request_id]) or self.engine.has_request(request_id)):
+            raise RuntimeError(
+                f"request {request_id!r} ended outside this call: while LLM's methods run, "
+                "nobody else may step the engine or abort their requests"
+            )
 
     def _prepare_and_run(
         self,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from jpaged.outputs import RequestOutput
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+MAX_TOKENS = 2**31 - 1
 # What jpaged raises for bad input; anything else is a bug and deserves its traceback.
 BAD_INPUT = (ValueError, TypeError, NotImplementedError, OSError)
 
@@ -117,6 +118,12 @@ def parse_line(number: int, raw: bytes) -> Line:
     return Line(number, prompt, keys[0], sampling_arguments_from_json(data))
 
 
+def check_early(sampling: dict[str, Any]) -> None:
+    """Raise what is wrong with sampling parameters, before the model is loaded: its
+    generation_config.json may give a max_tokens, so that min_tokens is not judged without one."""
+    SamplingParams(**({"max_tokens": MAX_TOKENS} | sampling))
+
+
 @contextlib.contextmanager
 def as_usage_error() -> Iterator[None]:
     """Bad input raised inside is bad usage."""
@@ -179,7 +186,7 @@ class PromptsFile:
                 if raw.strip():
                     with self.reporting(number):
                         line = parse_line(number, raw)
-                        SamplingParams(**(given | line.sampling))  # before the model is loaded
+                        check_early(given | line.sampling)
                         lines.append(line)
         return lines
 
@@ -241,7 +248,7 @@ def generate(values: flags.FlagValues) -> int:
     check_usage(values)
     with as_usage_error():
         given = sampling_arguments(values)
-        SamplingParams(**given)  # before the model is loaded; the model's own defaults come below
+        check_early(given)
     prompts_file = None
     if values.prompts_file is not None:
         prompts_file = PromptsFile(values.prompts_file)
