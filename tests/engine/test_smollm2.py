@@ -16,6 +16,11 @@ GOLDEN = Path(__file__).parent.parent / "goldens" / "smollm2_greedy.npz"
 TIE = 2e-4
 
 
+# Admission looks ahead so well that few orders of arrival preempt 20 times at every block size: of
+# twelve that were tried on the scheduler alone, this one does.
+ORDER = np.random.default_rng(9).permutation(64)
+
+
 class Golden:
     """Greedy tokens of transformers in float32 (made by tests/goldens/make_goldens.py)."""
 
@@ -76,8 +81,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 def check_against_golden(llm: LLM, golden: Golden) -> None:
     before = llm.stats().preemptions_recompute
-    outputs = llm.generate(golden.prompts, GREEDY)
-    golden.check(outputs)
+    outputs = llm.generate([golden.prompts[row] for row in ORDER], GREEDY)
+    golden.check([outputs[place] for place in np.argsort(ORDER)])
     stats = llm.stats()
     assert stats.preemptions_recompute - before >= 20
     assert stats.compilations_after_warmup == 0
