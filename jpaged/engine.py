@@ -152,16 +152,23 @@ class Engine:
         self, prompt_token_ids: Sized[int], sampling_params: SamplingParams
     ) -> None:
         """Raise what `add_request` would raise for these, without queueing anything."""
+        self._validated(prompt_token_ids, sampling_params)
+
+    def _validated(
+        self, prompt_token_ids: Sized[int], sampling_params: SamplingParams
+    ) -> list[int]:
+        """The prompt as plain ints, once it and the parameters were found good."""
         if not isinstance(sampling_params, SamplingParams):
             raise TypeError(
                 f"sampling_params must be a SamplingParams, got {sampling_params!r} of type "
                 f"{type(sampling_params).__name__}"
             )
-        length = len(self._checked_prompt(prompt_token_ids))
+        token_ids = self._checked_prompt(prompt_token_ids)
         sampling_params.check_against(self.vocab_size)
         if sampling_params.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling_params.stop!r} needs a tokenizer, there is none")
-        self.scheduler.check_fits(self._max_total_tokens(length, sampling_params))
+        self.scheduler.check_fits(self._max_total_tokens(len(token_ids), sampling_params))
+        return token_ids
 
     def _checked_prompt(self, prompt_token_ids: Sized[int]) -> list[int]:
         if isinstance(prompt_token_ids, str | bytes) or not hasattr(prompt_token_ids, "__iter__"):
@@ -213,8 +220,7 @@ class Engine:
         Raises ValueError or TypeError, naming the argument, if the request is malformed or could
         never fit in the pool; then nothing is queued.
         """
-        self.validate_request(prompt_token_ids, sampling_params)
-        token_ids = self._checked_prompt(prompt_token_ids)
+        token_ids = self._validated(prompt_token_ids, sampling_params)
         number = self._requests_added
         if request_id is None:
             # A caller may have used a name of the same form.
