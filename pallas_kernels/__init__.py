@@ -10,16 +10,13 @@ write on a CPU in some versions); its keys, values and queries are bfloat16.
 Axis letters: T tokens in the step, S sequences, M blocks a sequence, N blocks in the pool, B block
 size, L layers, H query heads, K KV heads, D head dim, C blocks in a list, n parts to merge.
 
-Every operator is a pure function that may be called under `jax.jit`. `backend` is one of `auto`,
-`xla` (any platform, all features), `reference` (slow, the definition of the semantics), `triton`
-(Pallas kernels for NVIDIA GPUs, interpreted on a CPU) and `mosaic` (not built yet). A backend that
-cannot do what is asked raises NotImplementedError. `auto` takes xla everywhere, until the kernels
-have run on a GPU: so far they were compiled for GPUs and run interpreted.
+Every operator is a pure function that may be called under `jax.jit`. `backend` is one of `mosaic`
+(Pallas/Mosaic kernels for Hopper GPUs), `triton` (Pallas/Triton kernels for NVIDIA GPUs from Ampere
+on), `xla` (any platform, all features), `reference` (slow, the definition of the semantics) and
+`auto`: mosaic on Hopper, triton on other NVIDIA GPUs, xla elsewhere, and the next of them where one
+does not support a call, which is said once in the log. A backend asked for by name that does not
+support a call raises NotImplementedError. On a CPU the Pallas backends run interpreted.
 """
-
-import importlib
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -27,14 +24,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32, Shaped
 
 from pallas_kernels.arguments import (
+    Attention,
     check_array,
     check_attention,
     check_layer,
     check_like_pool,
-    check_plan,
     check_pool,
+    pool_case,
 )
 from pallas_kernels.plan import Plan
+from pallas_kernels.support import Case, choose
 
 __all__ = [
     "copy_blocks",
@@ -45,20 +44,6 @@ __all__ = [
     "scatter_blocks",
     "write_kv",
 ]
-
-_BACKENDS = ("xla", "triton", "mosaic", "reference")
-
-
-def _dispatch(backend: str, call: Callable[[Any], Any]) -> Any:
-    """Calls `call` with the backend's module."""
-    if backend == "auto":
-        backend = "xla"
-    if backend not in _BACKENDS:
-        raise ValueError(f"backend must be one of auto, {', '.join(_BACKENDS)}, got {backend!r}")
-    if backend == "mosaic":
-        raise NotImplementedError(f"backend {backend!r} is not built yet")
-    # Imported when first used: the xla backend should not wait for Pallas.
-    return call(importlib.import_module(f"pallas_kernels.{backend}"))
 
 
 def paged_attention(
@@ -102,8 +87,9 @@ def paged_attention(
         sinks: One more logit a head in the softmax's denominator (and in lse), without a value.
         return_lse: Also return the natural logarithm of the softmax's denominator.
         plan: Work lists for these query_starts and context_lens, of `plan_attention` or of
-            `pallas_kernels.plan.make_plan`, for a backend that uses them (triton). Made in the call
-            if None, which costs some ten small launches: make it once for all layers.
+            `pallas_kernels.plan.make_plan`, for a backend that uses them (mosaic and triton, which
+            share them). Made in the call if None, which costs some ten small launches: make it once
+            for all layers.
         backend: See the module.
 
     Returns:
@@ -116,7 +102,7 @@ def paged_attention(
             soft_cap <= 0, unknown backend.
         NotImplementedError: The backend does not support the call.
     """
-    check_attention(
+    call = Attention(
         q,
         kv_pool,
         layer,
@@ -128,29 +114,20 @@ def paged_attention(
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        return_lse=return_lse,
+        plan=plan,
     )
-    if plan is not None:
-        check_plan(plan)
+    check_attention(call)
     arrays = (q, kv_pool, block_tables, query_starts, context_lens)
     q, kv_pool, block_tables, query_starts, context_lens = map(jnp.asarray, arrays)
-    return _dispatch(
-        backend,
-        lambda module: module.paged_attention(
-            q,
-            kv_pool,
-            layer,
-            block_tables,
-            query_starts,
-            context_lens,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            return_lse=return_lse,
-            plan=plan,
-        ),
+    call = call._replace(
+        q=q,
+        kv_pool=kv_pool,
+        block_tables=block_tables,
+        query_starts=query_starts,
+        context_lens=context_lens,
     )
+    return choose(call.case, backend).paged_attention(call)
 
 
 def plan_attention(
@@ -189,17 +166,15 @@ def plan_attention(
     check_array("context_lens", context_lens, "S", (jnp.int32,), sizes)
     check_array("query_starts", query_starts, "S+1", (jnp.int32,), sizes)
     query_starts, context_lens = jnp.asarray(query_starts), jnp.asarray(context_lens)
-    return _dispatch(
-        backend,
-        lambda module: module.plan_attention(
-            query_starts,
-            context_lens,
-            num_tokens=num_tokens,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            dtype=dtype,
-            window=window,
-        ),
+    case = Case("plan_attention", jnp.dtype(dtype), group=num_heads // num_kv_heads)
+    return choose(case, backend).plan_attention(
+        query_starts,
+        context_lens,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        dtype=dtype,
+        window=window,
     )
 
 
@@ -240,7 +215,8 @@ def write_kv(
     check_like_pool("v", v, "T K D", kv_pool, sizes)
     check_array("slot_mapping", slot_mapping, "T", (jnp.int32,), sizes)
     kv_pool, k, v, slot_mapping = map(jnp.asarray, (kv_pool, k, v, slot_mapping))
-    return _dispatch(backend, lambda module: module.write_kv(kv_pool, layer, k, v, slot_mapping))
+    module = choose(pool_case("write_kv", kv_pool), backend)
+    return module.write_kv(kv_pool, layer, k, v, slot_mapping)
 
 
 def copy_blocks(
@@ -274,7 +250,8 @@ def copy_blocks(
     check_array("sources", sources, "C", (jnp.int32,), sizes)
     check_array("destinations", destinations, "C", (jnp.int32,), sizes)
     kv_pool, sources, destinations = map(jnp.asarray, (kv_pool, sources, destinations))
-    return _dispatch(backend, lambda module: module.copy_blocks(kv_pool, sources, destinations))
+    module = choose(pool_case("copy_blocks", kv_pool), backend)
+    return module.copy_blocks(kv_pool, sources, destinations)
 
 
 def gather_blocks(
@@ -302,7 +279,8 @@ def gather_blocks(
     check_pool(kv_pool, sizes)
     check_array("blocks", blocks, "C", (jnp.int32,), sizes)
     kv_pool, blocks = jnp.asarray(kv_pool), jnp.asarray(blocks)
-    return _dispatch(backend, lambda module: module.gather_blocks(kv_pool, blocks))
+    module = choose(pool_case("gather_blocks", kv_pool), backend)
+    return module.gather_blocks(kv_pool, blocks)
 
 
 def scatter_blocks(
@@ -333,7 +311,8 @@ def scatter_blocks(
     check_array("blocks", blocks, "C", (jnp.int32,), sizes)
     check_array("data", data, "L C 2 K B D", (kv_pool.dtype,), sizes)
     kv_pool, blocks, data = map(jnp.asarray, (kv_pool, blocks, data))
-    return _dispatch(backend, lambda module: module.scatter_blocks(kv_pool, blocks, data))
+    module = choose(pool_case("scatter_blocks", kv_pool), backend)
+    return module.scatter_blocks(kv_pool, blocks, data)
 
 
 def merge_states(
@@ -362,4 +341,5 @@ def merge_states(
     check_array("outs", outs, "n T H D", (jnp.float32, jnp.bfloat16, jnp.float16), sizes)
     check_array("lses", lses, "n T H", (jnp.float32,), sizes)
     outs, lses = jnp.asarray(outs), jnp.asarray(lses)
-    return _dispatch(backend, lambda module: module.merge_states(outs, lses))
+    case = Case("merge_states", outs.dtype, head_dim=outs.shape[3])
+    return choose(case, backend).merge_states(outs, lses)

@@ -4,12 +4,14 @@ Values (a block id, a context length) live on the device and are never looked at
 """
 
 import numbers
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.plan import Plan
+from pallas_kernels.support import Case
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -87,42 +89,82 @@ def check_layer(layer, sizes: dict[str, int]) -> None:
         raise ValueError(f"layer must be in [0, {sizes['L']}), got {layer}")
 
 
-def check_attention(
-    q,
-    kv_pool,
-    layer,
-    block_tables,
-    query_starts,
-    context_lens,
-    scale,
-    window,
-    soft_cap,
-    alibi_slopes,
-    sinks,
-) -> None:
+class Attention(NamedTuple):
+    """The arguments of paged_attention, which says what they are: arrays, or scalars where it
+    allows them."""
+
+    q: Any
+    kv_pool: Any
+    layer: Any
+    block_tables: Any
+    query_starts: Any
+    context_lens: Any
+    scale: Any
+    window: Any = None
+    soft_cap: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    return_lse: bool = False
+    plan: Plan | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.q.shape[1] // self.kv_pool.shape[3]
+
+    @property
+    def case(self) -> Case:
+        """What decides which backends support the call."""
+        optional = ("window", "soft_cap", "alibi_slopes", "sinks")
+        features = {name for name in optional if getattr(self, name) is not None}
+        if self.return_lse:
+            features.add("return_lse")
+        return pool_case("paged_attention", self.kv_pool)._replace(
+            group=self.group, features=frozenset(features) | pool_features(self.kv_pool)
+        )
+
+
+def pool_features(kv_pool) -> frozenset[str]:
+    """Features of support.FEATURES that lie in the pool."""
+    return frozenset({"uint16 pool"} if kv_pool.dtype == jnp.uint16 else ())
+
+
+def pool_case(operator: str, kv_pool) -> Case:
+    """The case of an operator on a pool."""
+    return Case(
+        operator,
+        value_dtype(kv_pool),
+        head_dim=kv_pool.shape[5],
+        block_size=kv_pool.shape[4],
+        features=pool_features(kv_pool),
+    )
+
+
+def check_attention(call: Attention) -> None:
     """Refuses a call of paged_attention whose arguments do not fit together."""
     sizes: dict[str, int] = {}
-    check_pool(kv_pool, sizes)
-    check_like_pool("q", q, "T H D", kv_pool, sizes)
+    check_pool(call.kv_pool, sizes)
+    check_like_pool("q", call.q, "T H D", call.kv_pool, sizes)
     if sizes["H"] % sizes["K"]:
         raise ValueError(
             f"q must have a multiple of kv_pool's {sizes['K']} heads, got {sizes['H']} heads"
         )
-    check_layer(layer, sizes)
-    check_array("context_lens", context_lens, "S", (jnp.int32,), sizes)
-    check_array("query_starts", query_starts, "S+1", (jnp.int32,), sizes)
-    check_array("block_tables", block_tables, "S M", (jnp.int32,), sizes)
-    check_scalar("scale", scale, integer=False)
-    if window is not None:
-        check_scalar("window", window, integer=True)
-    if soft_cap is not None:
-        check_scalar("soft_cap", soft_cap, integer=False)
-        if isinstance(soft_cap, int | float) and not soft_cap > 0:
-            raise ValueError(f"soft_cap must be None or > 0, got {soft_cap!r}")
-    if alibi_slopes is not None:
-        check_array("alibi_slopes", alibi_slopes, "H", (jnp.float32,), sizes)
-    if sinks is not None:
-        check_array("sinks", sinks, "H", (jnp.float32,), sizes)
+    check_layer(call.layer, sizes)
+    check_array("context_lens", call.context_lens, "S", (jnp.int32,), sizes)
+    check_array("query_starts", call.query_starts, "S+1", (jnp.int32,), sizes)
+    check_array("block_tables", call.block_tables, "S M", (jnp.int32,), sizes)
+    check_scalar("scale", call.scale, integer=False)
+    if call.window is not None:
+        check_scalar("window", call.window, integer=True)
+    if call.soft_cap is not None:
+        check_scalar("soft_cap", call.soft_cap, integer=False)
+        if isinstance(call.soft_cap, int | float) and not call.soft_cap > 0:
+            raise ValueError(f"soft_cap must be None or > 0, got {call.soft_cap!r}")
+    for name in ("alibi_slopes", "sinks"):
+        if getattr(call, name) is not None:
+            check_array(name, getattr(call, name), "H", (jnp.float32,), sizes)
+    if call.plan is not None:
+        check_plan(call.plan)
 
 
 def check_plan(plan) -> None:

@@ -1,6 +1,7 @@
 """Which device a function is being traced for: it decides which kernel is taken, and its sizes."""
 
-from typing import NamedTuple
+import re
+from typing import Any, NamedTuple
 
 import jax
 
@@ -11,6 +12,7 @@ class Target(NamedTuple):
     platform: str  # "cpu", "gpu", "tpu"
     kind: str  # such as "NVIDIA H200"
     num_cores: int | None  # streaming multiprocessors of a GPU, where known
+    capability: tuple[int, int] | None = None  # compute capability of a GPU, where known
 
     @property
     def is_nvidia(self) -> bool:
@@ -18,6 +20,8 @@ class Target(NamedTuple):
 
     @property
     def is_hopper(self) -> bool:
+        if self.capability is not None:
+            return self.is_nvidia and self.capability[0] == 9
         return self.is_nvidia and any(
             name in self.kind for name in ("H100", "H200", "H800", "GH200")
         )
@@ -31,15 +35,18 @@ def tracing_target() -> Target:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
-        return Target(_platform(device.platform), device.device_kind, device.num_cores)
+        return _target(device, device.num_cores)
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     if default is None:
         default = jax.local_devices()[0]
     elif isinstance(default, str):
         default = jax.local_devices(backend=default)[0]
-    cores = getattr(default, "core_count", None)
-    return Target(_platform(default.platform), default.device_kind, cores)
+    return _target(default, getattr(default, "core_count", None))
 
 
-def _platform(name: str) -> str:
-    return "gpu" if name in ("cuda", "rocm") else name
+def _target(device: Any, num_cores: int | None) -> Target:
+    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    # A CUDA device says "9.0"; JAX's own abstract devices say nothing, and AMD's a name.
+    match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    capability = (int(match[1]), int(match[2])) if match else None
+    return Target(platform, device.device_kind, num_cores, capability)

@@ -8,28 +8,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.arguments import Attention
+from pallas_kernels.devices import Target
+from pallas_kernels.support import Case
 
-def paged_attention(
-    q,
-    kv_pool,
-    layer,
-    block_tables,
-    query_starts,
-    context_lens,
-    *,
-    scale,
-    window,
-    soft_cap,
-    alibi_slopes,
-    sinks,
-    return_lse,
-    plan=None,
-):
+
+def unsupported(case: Case, target: Target) -> str | None:
+    """Nothing: it is the definition."""
+
+
+def paged_attention(call: Attention):
     """Attention of one token after the other over its sequence's whole block table."""
-    num_tokens, num_heads, head_dim = q.shape
-    _, num_blocks, _, num_kv_heads, block_size, _ = kv_pool.shape
-    num_sequences, max_blocks = block_tables.shape
-    block_tables = jnp.clip(block_tables, 0, num_blocks - 1)
+    num_tokens, num_heads, head_dim = call.q.shape
+    _, num_blocks, _, num_kv_heads, block_size, _ = call.kv_pool.shape
+    num_sequences, max_blocks = call.block_tables.shape
+    block_tables = jnp.clip(call.block_tables, 0, num_blocks - 1)
+    query_starts, context_lens = call.query_starts, call.context_lens
+    window, soft_cap = call.window, call.soft_cap
 
     def attend(token):
         sequence = jnp.searchsorted(query_starts, token, side="right") - 1
@@ -38,7 +33,7 @@ def paged_attention(
         query_len = query_starts[sequence + 1] - query_starts[sequence]
         position = context_lens[sequence] - query_len + token - query_starts[sequence]
 
-        tiles = kv_pool[layer, block_tables[sequence]]  # [M, 2, K, B, D]
+        tiles = call.kv_pool[call.layer, block_tables[sequence]]  # [M, 2, K, B, D]
         if tiles.dtype == jnp.uint16:
             tiles = lax.bitcast_convert_type(tiles, jnp.bfloat16)
         tiles = jnp.moveaxis(tiles.astype(jnp.float32), 0, 2)  # [2, K, M, B, D]
@@ -52,30 +47,29 @@ def paged_attention(
         keys = jnp.where(visible[:, None], keys, 0)
         values = jnp.where(visible[:, None], values, 0)
 
-        group = num_heads // num_kv_heads
-        query = q[token].astype(jnp.float32).reshape(num_kv_heads, group, head_dim)
+        query = call.q[token].astype(jnp.float32).reshape(num_kv_heads, call.group, head_dim)
         highest = lax.Precision.HIGHEST
-        scores = jnp.einsum("kgd,kcd->kgc", query, keys, precision=highest) * scale
+        scores = jnp.einsum("kgd,kcd->kgc", query, keys, precision=highest) * call.scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        if alibi_slopes is not None:
-            slopes = jnp.reshape(alibi_slopes, (num_kv_heads, group, 1))
+        if call.alibi_slopes is not None:
+            slopes = jnp.reshape(call.alibi_slopes, (num_kv_heads, call.group, 1))
             scores += slopes * (key_positions - position)
         scores = jnp.where(visible, scores, -jnp.inf)
 
         logits = scores
-        if sinks is not None:
-            extra = jnp.reshape(sinks, (num_kv_heads, group, 1))
+        if call.sinks is not None:
+            extra = jnp.reshape(call.sinks, (num_kv_heads, call.group, 1))
             logits = jnp.concatenate([scores, extra], axis=-1)
         lse = jax.nn.logsumexp(logits, axis=-1)
         any_visible = jnp.any(visible)
         lse = jnp.where(any_visible, lse, -jnp.inf)
         weights = jnp.where(visible, jnp.exp(scores - lse[..., None]), 0)
         out = jnp.einsum("kgc,kcd->kgd", weights, values, precision=highest)
-        return out.reshape(num_heads, head_dim).astype(q.dtype), lse.reshape(num_heads)
+        return out.reshape(num_heads, head_dim).astype(call.q.dtype), lse.reshape(num_heads)
 
     out, lse = lax.map(attend, jnp.arange(num_tokens))
-    return (out, lse) if return_lse else out
+    return (out, lse) if call.return_lse else out
 
 
 def plan_attention(query_starts, context_lens, **shapes):

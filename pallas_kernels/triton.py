@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import pallas_kernels
 from pallas_kernels import plan as plans
 from pallas_kernels import triton_attention, triton_pool
+from pallas_kernels.arguments import Attention
 from pallas_kernels.cases import KernelCase, operator_cases
 from pallas_kernels.devices import Target, tracing_target
 from pallas_kernels.reference import merge_states
+from pallas_kernels.support import Case
 
 __all__ = [
     "copy_blocks",
@@ -21,43 +23,37 @@ __all__ = [
     "paged_attention",
     "plan_attention",
     "scatter_blocks",
+    "unsupported",
     "write_kv",
 ]
 
-MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 256
 
 
-def _supported_target() -> Target:
-    target = tracing_target()
-    if target.platform != "cpu" and not target.is_nvidia:
-        raise NotImplementedError(
-            f"backend 'triton' runs on NVIDIA GPUs and, interpreted, on a CPU, got {target.kind!r}"
-        )
-    return target
+def unsupported(case: Case, target: Target) -> str | None:
+    """What about the case these kernels cannot do on the device, in words; None if nothing."""
+    if target.platform != "cpu":
+        if not target.is_nvidia:
+            return f"devices other than NVIDIA GPUs (this is {target.kind!r})"
+        if target.capability is not None and target.capability < (8, 0):
+            return f"GPUs before Ampere (this is {target.kind!r})"
+    if case.operator == "paged_attention" and (case.head_dim or 0) > _MAX_HEAD_DIM:
+        return f"head dims above {_MAX_HEAD_DIM} (got {case.head_dim})"
+    return None
 
 
 def _interpret() -> bool:
-    return _supported_target().platform == "cpu"
+    return tracing_target().platform == "cpu"
 
 
-def paged_attention(q, *arguments, **keywords):
+def paged_attention(call: Attention):
     """Prefill and decode in two launches, and a merge; see `triton_attention`."""
-    target = _supported_target()
-    if q.shape[2] > MAX_HEAD_DIM:
-        raise NotImplementedError(
-            f"backend 'triton' takes head dims up to {MAX_HEAD_DIM}, got {q.shape[2]}"
-        )
-    return triton_attention.paged_attention(
-        q,
-        *arguments,
-        target=target,
-        **keywords,
-    )
+    return triton_attention.paged_attention(call, tracing_target())
 
 
 def plan_attention(query_starts, context_lens, **shapes):
     """The plan, by XLA."""
-    num_cores = _supported_target().num_cores
+    num_cores = tracing_target().num_cores
     return plans.make_plan(query_starts, context_lens, num_cores=num_cores, xp=jnp, **shapes)
 
 

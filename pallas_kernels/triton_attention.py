@@ -30,6 +30,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import plan as plans
+from pallas_kernels.arguments import Attention
+from pallas_kernels.devices import Target
 from pallas_kernels.triton_tiles import Config, tile_configs
 
 _LOG2_E = 1.4426950408889634
@@ -334,47 +336,33 @@ def _merge_kernel(merged, parts_ref, lses_ref, sinks_ref, *refs, config: Config)
             lse_ref[token, head] = lse
 
 
-def paged_attention(
-    q,
-    kv_pool,
-    layer,
-    block_tables,
-    query_starts,
-    context_lens,
-    *,
-    scale,
-    window,
-    soft_cap,
-    alibi_slopes,
-    sinks,
-    return_lse,
-    plan,
-    target,
-):
+def paged_attention(call: Attention, target: Target):
     """The public operator's `triton` backend; its arguments are checked there."""
+    q, kv_pool, window = call.q, call.kv_pool, call.window
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_pool.shape[3:5]
-    num_sequences, max_blocks = block_tables.shape
+    num_sequences, max_blocks = call.block_tables.shape
     lse_shape = jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32)
     if 0 in (num_tokens, num_sequences, max_blocks):
         out = jnp.zeros_like(q)
-        return (out, jnp.full(lse_shape.shape, -jnp.inf)) if return_lse else out
+        return (out, jnp.full(lse_shape.shape, -jnp.inf)) if call.return_lse else out
 
-    shape = (num_heads // num_kv_heads, head_dim, block_size, q.dtype)
+    shape = (call.group, head_dim, block_size, q.dtype)
     features = {
         "window": window is not None,
-        "soft_cap": soft_cap is not None,
-        "alibi": alibi_slopes is not None,
-        "sinks": sinks is not None,
+        "soft_cap": call.soft_cap is not None,
+        "alibi": call.alibi_slopes is not None,
+        "sinks": call.sinks is not None,
     }
     decode, ragged = tile_configs(*shape, is_hopper=target.is_hopper, **features)
     interpret = target.platform == "cpu"
     if window is not None:
         window = jnp.asarray(window, jnp.int32)
-    context_lens = jnp.minimum(context_lens, max_blocks * block_size)
+    context_lens = jnp.minimum(call.context_lens, max_blocks * block_size)
+    plan = call.plan
     if plan is None:
         plan = plans.make_plan(
-            query_starts,
+            call.query_starts,
             context_lens,
             num_tokens=num_tokens,
             num_heads=num_heads,
@@ -396,19 +384,19 @@ def paged_attention(
             f"shapes {expected}, got {(tiles.shape, merged.shape)}"
         )
 
-    cap = 1.0 if soft_cap is None else soft_cap
-    factor = jnp.asarray(scale, jnp.float32) * (_LOG2_E if soft_cap is None else 1 / cap)
+    cap = 1.0 if call.soft_cap is None else call.soft_cap
+    factor = jnp.asarray(call.scale, jnp.float32) * (_LOG2_E if call.soft_cap is None else 1 / cap)
     operands = Operands(
         q=q,
         kv_pool=kv_pool,
-        layer=jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)),
-        block_tables=block_tables,
+        layer=jnp.reshape(jnp.asarray(call.layer, jnp.int32), (1,)),
+        block_tables=call.block_tables,
         scales=jnp.stack([factor, jnp.asarray(cap, jnp.float32) * np.float32(_LOG2_E)]),
         window=None if window is None else jnp.reshape(window, (1,)),
-        slopes=None if alibi_slopes is None else alibi_slopes * np.float32(_LOG2_E),
-        sinks=None if sinks is None else sinks * np.float32(_LOG2_E),
+        slopes=None if call.alibi_slopes is None else call.alibi_slopes * np.float32(_LOG2_E),
+        sinks=None if call.sinks is None else call.sinks * np.float32(_LOG2_E),
     )
-    out_shapes = (jax.ShapeDtypeStruct(q.shape, q.dtype),) + (lse_shape,) * return_lse
+    out_shapes = (jax.ShapeDtypeStruct(q.shape, q.dtype),) + (lse_shape,) * call.return_lse
     results = pl.pallas_call(
         partial(_ragged_kernel, config=ragged),
         grid=(tiles.shape[1], num_kv_heads * ragged.chunks),
@@ -443,4 +431,4 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention_merge",
     )(*inputs, *results)
-    return tuple(results) if return_lse else results[0]
+    return tuple(results) if call.return_lse else results[0]

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.reference import merge_states, plan_attention
+from pallas_kernels.reference import merge_states, plan_attention, unsupported
 from pallas_kernels.xla_attention import paged_attention
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "paged_attention",
     "plan_attention",
     "scatter_blocks",
+    "unsupported",
     "write_kv",
 ]
 

@@ -25,6 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.arguments import Attention
+
 # Sizes were measured on two CPU cores at H 9, K 3, D 64 in float32. A trip costs some 30
 # microseconds besides its work; 2048 keys and their values fit in the cache.
 _ITEM = 64  # keys
@@ -321,49 +323,36 @@ def _prefill(call, is_prefill, tile, chunk, sinks, out, lse):
     return lax.fori_loop(0, ends[-1], one_tile, (out, lse))
 
 
-def paged_attention(
-    q,
-    kv_pool,
-    layer,
-    block_tables,
-    query_starts,
-    context_lens,
-    *,
-    scale,
-    window,
-    soft_cap,
-    alibi_slopes,
-    sinks,
-    return_lse,
-    plan=None,
-):
+def paged_attention(arguments: Attention):
     """The public operator's `xla` backend; its arguments are checked there."""
+    q, kv_pool, query_starts = arguments.q, arguments.kv_pool, arguments.query_starts
     num_tokens, num_heads, head_dim = q.shape
     _, num_blocks, _, num_kv_heads, block_size, _ = kv_pool.shape
-    num_sequences, max_blocks = block_tables.shape
-    group = num_heads // num_kv_heads
+    num_sequences, max_blocks = arguments.block_tables.shape
     if 0 in (num_tokens, num_sequences, max_blocks):
         out = jnp.zeros_like(q)
-        return (out, jnp.full((num_tokens, num_heads), -jnp.inf)) if return_lse else out
+        empty = jnp.full((num_tokens, num_heads), -jnp.inf)
+        return (out, empty) if arguments.return_lse else out
+    slopes, sinks = arguments.alibi_slopes, arguments.sinks
+    if slopes is not None:
+        slopes = jnp.reshape(slopes, (num_kv_heads, arguments.group))
     query_lens = jnp.diff(query_starts)
     call = _Call(
         q=jnp.reshape(q, (num_tokens, num_heads * head_dim)),
         rows=jnp.reshape(kv_pool, (-1, block_size * head_dim)),
-        first_row=jnp.asarray(layer, jnp.int32) * (num_blocks * 2 * num_kv_heads),
-        block_tables=block_tables,
+        first_row=jnp.asarray(arguments.layer, jnp.int32) * (num_blocks * 2 * num_kv_heads),
+        block_tables=arguments.block_tables,
         query_starts=query_starts[:-1],
         query_lens=query_lens,
-        context_lens=jnp.minimum(context_lens, max_blocks * block_size),
+        context_lens=jnp.minimum(arguments.context_lens, max_blocks * block_size),
         num_blocks=num_blocks,
         num_kv_heads=num_kv_heads,
         block_size=block_size,
         head_dim=head_dim,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        alibi_slopes=None
-        if alibi_slopes is None
-        else jnp.reshape(alibi_slopes, (num_kv_heads, group)),
+        scale=arguments.scale,
+        window=arguments.window,
+        soft_cap=arguments.soft_cap,
+        alibi_slopes=slopes,
     )
 
     is_decode = (query_lens == 1) & (call.context_lens > 0)
@@ -383,4 +372,4 @@ def paged_attention(
         is_long = has_keys & (query_lens > _SHORT_QUERY)
         out, lse = _prefill(call, is_long, _LONG_TILE, _LONG_CHUNK, sinks, out, lse)
     out = out.reshape(q.shape)
-    return (out, lse) if return_lse else out
+    return (out, lse) if arguments.return_lse else out

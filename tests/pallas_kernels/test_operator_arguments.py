@@ -68,8 +68,8 @@ def zeros(*shape, dtype=np.float32):
         ({"plan": {}}, TypeError, "plan must be a Plan of pallas_kernels.plan, got dict"),
         ({"plan": Plan(BLOCKS, BLOCKS, BLOCKS)}, ValueError, r"plan.tiles must .* \[4, W\]"),
         ({"plan": Plan(*[zeros(4, 3)] * 3)}, TypeError, "plan.tiles must be int32"),
-        ({"backend": "cuda"}, ValueError, "backend must be one of auto, xla, .* got 'cuda'"),
-        ({"backend": "mosaic"}, NotImplementedError, "'mosaic' is not built yet"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of auto, mosaic, .* got 'cuda'"),
+        ({"backend": "mosaic"}, NotImplementedError, "'mosaic' does not support"),
     ],
 )
 def test_paged_attention(changes, error, message):
@@ -87,7 +87,7 @@ def test_paged_attention(changes, error, message):
         ({"v": zeros(5, 2, 8, dtype=np.float16)}, TypeError, "v must be float32"),
         ({"slot_mapping": zeros(6, dtype=np.int32)}, ValueError, "slot_mapping .* T = 5"),
         ({"slot_mapping": zeros(5, dtype=np.int64)}, TypeError, "slot_mapping must be int32"),
-        ({"backend": "mosaic"}, NotImplementedError, "'mosaic' is not built yet"),
+        ({"backend": "mosaic"}, NotImplementedError, "'mosaic' does not support"),
     ],
 )
 def test_write_kv(changes, error, message):
