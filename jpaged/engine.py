@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import logging
 import math
 import threading
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Sized
+from functools import partial
+from typing import Any
 
+import jax
 import numpy as np
 
 from jpaged.checkpoints import Checkpoint
@@ -18,16 +23,17 @@ from jpaged.detokenizer import Detokenizer
 from jpaged.interrupts import deferred_interrupt
 from jpaged.models import LlamaConfig
 from jpaged.outputs import RequestOutput
+from jpaged.request_checks import RequestChecks
 from jpaged.request_state import RequestState
-from jpaged.runner.batch import PARAMETERS, build_batch, pack_parameters
-from jpaged.runner.buckets import choose_bucket, make_buckets, table_width
+from jpaged.runner.attention_backend import log_attention_backend, resolve_attention_backend
+from jpaged.runner.buckets import make_buckets, table_width
 from jpaged.runner.compilations import CompilationCounter
 from jpaged.runner.kv_pool import log_pool
 from jpaged.runner.model_runner import ModelRunner, StepResult
-from jpaged.runner.sampler import MASKED_LOGIT
 from jpaged.sampling_params import MAX_SEED, SamplingParams
-from jpaged.scheduling import Request, Scheduler, Sequence, StepPlan
+from jpaged.scheduling import POLICIES, BeamSearch, Request, Scheduler, Sequence
 from jpaged.stats import EngineStats
+from jpaged.step_execution import StepExecutor, collect_prompt_logprobs
 from jpaged.validation import as_int
 
 logger = logging.getLogger(__name__)
@@ -43,14 +49,29 @@ _GENERATION_CONFIG_NAMES = {
 }
 
 
-def check_max_model_len(config: EngineConfig, model: LlamaConfig) -> None:
-    """Raise ValueError if config asks for longer sequences than the model was made for."""
+def check_model(config: EngineConfig, model: LlamaConfig, dtype: Any) -> None:
+    """Raise what `Engine` would raise for a model of this config and dtype, before it is loaded.
+
+    ValueError if sequences are to be longer than the model was made for, NotImplementedError if the
+    attention backend that was asked for by name cannot serve it on this device.
+    """
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(
             f"max_model_len must be at most the model's {limit} positions, "
             f"got {config.max_model_len}"
         )
+    resolve_attention_backend(config.attention_backend, model, dtype, config.block_size)
+
+
+def _checked_arrival_time(value: float | None) -> float:
+    if value is None:
+        return time.monotonic()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"arrival_time must be a number or None, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"arrival_time must be finite, got {value!r}")
+    return value
 
 
 class Engine:
@@ -72,13 +93,16 @@ class Engine:
         """Allocates the KV pool.
 
         Raises ValueError if config.max_model_len exceeds what the model was made for, or memory
-        leaves no room for a pool.
+        leaves no room for a pool, and NotImplementedError if config.attention_backend cannot serve
+        the model on this device.
         """
         model = checkpoint.config
+        dtype = jax.tree.leaves(checkpoint.params)[0].dtype
         self.config = config
         self.tokenizer = checkpoint.tokenizer
         self.vocab_size = model.vocab_size
-        check_max_model_len(config, model)
+        check_model(config, model, dtype)
+        log_attention_backend(config.attention_backend, model, dtype, config.block_size)
         self.max_model_len = config.max_model_len or model.max_position_embeddings
         self._eos_token_ids = checkpoint.eos_token_ids
         self._generation_config = checkpoint.generation_config
@@ -113,15 +137,23 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            num_swap_blocks=self.runner.num_swap_blocks,
+            enable_prefix_caching=config.enable_prefix_caching,
+            policy=POLICIES[config.scheduling_policy](),
+            prefers_swap=self._prefers_swap,
         )
-        # int32 [slots, P]: sampling parameters of the request in each slot.
-        slots = len(self.scheduler.block_manager.tables)
-        self._parameters = np.zeros((slots, len(PARAMETERS)), np.int32)
+        self._executor = StepExecutor(self.runner, self.scheduler.block_manager)
+        self._checks = RequestChecks(
+            self.scheduler,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            has_tokenizer=self.tokenizer is not None,
+        )
         self._lock = threading.RLock()
-        self._tracked: dict[str, RequestState] = {}
+        self._tracked: dict[str, RequestState] = {}  # the unfinished requests
+        self._kept: dict[str, RequestState] = {}  # finished ones that can be forked
         self._pending_outputs: list[RequestOutput] = []  # for the next `step` to return
         self._requests_added = 0
-        self._padded_tokens = 0
         self._warmup_seconds = 0.0
         self._compilations = CompilationCounter()
 
@@ -152,52 +184,13 @@ class Engine:
         self, prompt_token_ids: Sized[int], sampling_params: SamplingParams
     ) -> None:
         """Raise what `add_request` would raise for these, without queueing anything."""
-        self._validated(prompt_token_ids, sampling_params)
+        self._checks.checked(
+            prompt_token_ids, sampling_params, len(self._stop_token_ids(sampling_params))
+        )
 
-    def _validated(
-        self, prompt_token_ids: Sized[int], sampling_params: SamplingParams
-    ) -> list[int]:
-        """The prompt as plain ints, once it and the parameters were found good."""
-        if not isinstance(sampling_params, SamplingParams):
-            raise TypeError(
-                f"sampling_params must be a SamplingParams, got {sampling_params!r} of type "
-                f"{type(sampling_params).__name__}"
-            )
-        token_ids = self._checked_prompt(prompt_token_ids)
-        sampling_params.check_against(self.vocab_size)
-        if sampling_params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={sampling_params.stop!r} needs a tokenizer, there is none")
-        self.scheduler.check_fits(self._max_total_tokens(len(token_ids), sampling_params))
-        return token_ids
-
-    def _checked_prompt(self, prompt_token_ids: Sized[int]) -> list[int]:
-        if isinstance(prompt_token_ids, str | bytes) or not hasattr(prompt_token_ids, "__iter__"):
-            raise TypeError(
-                "prompt_token_ids must be a list of token ids, got "
-                f"{prompt_token_ids!r} of type {type(prompt_token_ids).__name__}"
-            )
-        token_ids = list(prompt_token_ids)
-        # The loop below names the culprit; this spares good prompts of plain ints from it.
-        if set(map(type, token_ids)) != {int} or not (
-            min(token_ids) >= 0 and max(token_ids) < self.vocab_size
-        ):
-            token_ids = [self._checked_token(*item) for item in enumerate(token_ids)]
-        if not token_ids:
-            raise ValueError("prompt_token_ids must hold at least one token, got none")
-        if len(token_ids) >= self.max_model_len:
-            raise ValueError(
-                f"prompt_token_ids must be shorter than max_model_len={self.max_model_len}, to "
-                f"leave room for one token, got {len(token_ids)} tokens"
-            )
-        return token_ids
-
-    def _checked_token(self, place: int, token: object) -> int:
-        name = f"prompt_token_ids[{place}]"
-        allowed = f"an int in [0, {self.vocab_size})"
-        return as_int(name, token, allowed=allowed, low=0, high=self.vocab_size - 1)
-
-    def _max_total_tokens(self, prompt_length: int, sampling_params: SamplingParams) -> int:
-        return min(prompt_length + sampling_params.max_tokens, self.max_model_len)
+    def _stop_token_ids(self, sampling_params: SamplingParams) -> frozenset[int]:
+        ids = set(sampling_params.stop_token_ids or ())
+        return frozenset(ids if sampling_params.ignore_eos else ids.union(self._eos_token_ids))
 
     def add_request(
         self,
@@ -208,6 +201,7 @@ class Engine:
         arrival_time: float | None = None,
         prompt: str | None = None,
         stream: bool = True,
+        keep: bool = False,
     ) -> str:
         """Queue a request; returns its id.
 
@@ -216,55 +210,99 @@ class Engine:
         prompt        the text of the prompt, to be handed back in the outputs
         stream        whether `step` returns the request whenever it has a new token, or only once
                       it is finished
+        keep          whether a finished request can still be forked, until `release`: its blocks
+                      stay while nobody else needs them
 
         Raises ValueError or TypeError, naming the argument, if the request is malformed or could
         never fit in the pool; then nothing is queued.
         """
-        token_ids = self._validated(prompt_token_ids, sampling_params)
-        number = self._requests_added
+        if not isinstance(sampling_params, SamplingParams):
+            self.validate_request(prompt_token_ids, sampling_params)  # says what is wrong
+        if keep and sampling_params.num_sequences > 1:
+            raise ValueError("keep=True is for requests of one sequence: others cannot be forked")
+        tracked = self._new_request(
+            prompt_token_ids,
+            sampling_params,
+            request_id=self._new_id(request_id),
+            arrival_time=_checked_arrival_time(arrival_time),
+            number=self._requests_added,
+            prompt=prompt,
+            stream=stream,
+            keep=keep,
+        )
+        with self._alone(), deferred_interrupt():
+            self.scheduler.add(tracked.request)
+            self._track(tracked)
+        return tracked.request.request_id
+
+    def _track(self, tracked: RequestState) -> None:
+        self._tracked[tracked.request.request_id] = tracked
+        self._requests_added += 1
+
+    def _new_id(self, request_id: str | None) -> str:
+        """The name asked for, if it is free, or a free one."""
         if request_id is None:
             # A caller may have used a name of the same form.
-            request_id = next(
-                name
-                for name in map(str, range(number, number + len(self._tracked) + 1))
-                if name not in self._tracked
-            )
-        elif not isinstance(request_id, str):
+            first = self._requests_added
+            names = map(str, itertools.count(first))
+            return next(name for name in names if self.scheduler.get(name) is None)
+        if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string or None, got {request_id!r}")
-        if request_id in self._tracked:
+        if self.scheduler.get(request_id) is not None:
             raise ValueError(f"request_id must be new, {request_id!r} is unfinished")
-        if arrival_time is None:
-            arrival_time = time.monotonic()
-        elif isinstance(arrival_time, bool) or not isinstance(arrival_time, int | float):
-            raise TypeError(f"arrival_time must be a number or None, got {arrival_time!r}")
-        elif not math.isfinite(arrival_time):
-            raise ValueError(f"arrival_time must be finite, got {arrival_time!r}")
-        stop_token_ids = set(sampling_params.stop_token_ids or ())
-        if not sampling_params.ignore_eos:
-            stop_token_ids.update(self._eos_token_ids)
+        return request_id
+
+    def _new_request(
+        self,
+        prompt_token_ids: Sized[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        arrival_time: float,
+        number: int,
+        prompt: str | None,
+        stream: bool,
+        keep: bool = False,
+        first_sample_index: int = 0,
+    ) -> RequestState:
+        """A checked request with its state, not yet known to the scheduler."""
+        stop_token_ids = self._stop_token_ids(params)
+        token_ids = self._checks.checked(prompt_token_ids, params, len(stop_token_ids))
+        max_total_tokens = self._checks.max_total_tokens(len(token_ids), params)
+        beams = None
+        if params.beam_width is not None:
+            beams = BeamSearch(
+                params.beam_width,
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+                eos_token_ids=stop_token_ids,
+                max_new_tokens=max_total_tokens - len(token_ids),
+                min_new_tokens=params.min_tokens,
+            )
         request = Request(
             request_id,
             number,
             token_ids,
-            sampling_params,
-            stop_token_ids=frozenset(stop_token_ids),
-            max_total_tokens=self._max_total_tokens(len(token_ids), sampling_params),
+            params,
+            stop_token_ids=stop_token_ids,
+            max_total_tokens=max_total_tokens,
             arrival_time=arrival_time,
+            num_sequences=1 if beams is not None else params.num_sequences,
+            beams=beams,
+            keep=keep,
         )
-        seed = sampling_params.seed
+        seed = params.seed
         if seed is None:
             words = np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)
             seed = int(words[0]) & MAX_SEED
-        detokenizer = None
-        if self.tokenizer is not None:
-            detokenizer = Detokenizer(
-                self.tokenizer, sampling_params.stop or (), sampling_params.min_tokens
-            )
-        with self._alone(), deferred_interrupt():
-            self.scheduler.add(request)
-            self._tracked[request_id] = RequestState(request, prompt, stream, seed, detokenizer)
-            self._requests_added += 1
-        return request_id
+        return RequestState(
+            request, prompt, stream, seed, first_sample_index, partial(self._detokenizer, params)
+        )
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(self.tokenizer, params.stop or (), params.min_tokens)
 
     def abort(self, request_id: str, *, report: bool = True) -> bool:
         """End a request at any point and give back its blocks; False if it is not unfinished.
@@ -284,10 +322,64 @@ class Engine:
         return request_id in self._tracked
 
     def fork(
-        self, request_id: str, n: int, sampling_params: SamplingParams | None = None
+        self, request_id: str, n: int = 1, sampling_params: SamplingParams | None = None
     ) -> list[str]:
-        """Branch a request, sharing its blocks. Not built yet."""
-        raise NotImplementedError("fork (sharing of blocks between requests) is not built yet")
+        """Branch a request at its current token into n more requests, which share its blocks.
+
+        A branch is a request of its own: its prompt is the parent's prompt and everything that the
+        parent has generated so far, its outputs are what it generates itself. The parent, of one
+        sequence, must be unfinished, or finished and added with keep=True. It goes on unharmed.
+
+        sampling_params  of the branches; None takes the parent's (without prompt_logprobs), for up
+                         to max_tokens more tokens. Branches of one seed draw different samples.
+
+        Returns the ids of the new requests. Raises ValueError if there is no such request, it has
+        several sequences, or a branch would not fit in max_model_len or the pool.
+        """
+        n = as_int("n", n, allowed="an int >= 1", low=1)
+        parent = self.scheduler.get(request_id) if isinstance(request_id, str) else None
+        if parent is None:
+            raise ValueError(
+                f"request_id must name an unfinished or kept request, got {request_id!r}"
+            )
+        if sampling_params is None:
+            sampling_params = dataclasses.replace(parent.sampling_params, prompt_logprobs=None)
+        elif sampling_params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs must be None: a branch does not compute its prompt")
+        if sampling_params.num_sequences > 1:
+            raise ValueError("n, best_of and beam_width must ask for one sequence: fork with n > 1")
+        sequence = parent.sequences[0]
+        state = self._tracked.get(request_id) or self._kept[request_id]
+        children: list[RequestState] = []
+        for i in range(n):
+            children.append(
+                self._new_request(
+                    sequence.token_ids[: sequence.num_tokens].tolist(),
+                    sampling_params,
+                    request_id=self._new_branch_id(request_id, children),
+                    arrival_time=parent.arrival_time,
+                    number=self._requests_added + i,
+                    prompt=state.text_so_far(),
+                    stream=state.stream,
+                    first_sample_index=state.first_sample_index + i + 1,
+                )
+            )
+        with self._alone(), deferred_interrupt():
+            self.scheduler.fork(request_id, [child.request for child in children])
+            for child in children:
+                self._track(child)
+        return [child.request.request_id for child in children]
+
+    def _new_branch_id(self, parent_id: str, siblings: list[RequestState]) -> str:
+        taken = {sibling.request.request_id for sibling in siblings}
+        names = (f"{parent_id}.{i}" for i in itertools.count(1))
+        return next(n for n in names if n not in taken and self.scheduler.get(n) is None)
+
+    def release(self, request_id: str) -> bool:
+        """Give back the blocks of a finished request that was kept; False if there is none."""
+        with self._alone(), deferred_interrupt():
+            self._kept.pop(request_id, None)
+            return self.scheduler.release(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to compute."""
@@ -296,10 +388,14 @@ class Engine:
     def block_map(self) -> dict[int, list[str]]:
         """Block id -> ids of the requests that hold it, for every block in use."""
         owners: dict[int, list[str]] = {}
-        for request in self.scheduler.running:
+        manager = self.scheduler.block_manager
+        for request in (*self.scheduler.running, *self.scheduler.kept):
+            held: set[int] = set()
             for sequence in request.sequences:
-                for block in self.scheduler.block_manager.block_table(sequence.slot).tolist():
-                    owners.setdefault(block, []).append(request.request_id)
+                if sequence.slot >= 0:
+                    held.update(manager.block_table(sequence.slot).tolist())
+            for block in held:
+                owners.setdefault(block, []).append(request.request_id)
         return owners
 
     def step(self) -> list[RequestOutput]:
@@ -328,7 +424,9 @@ class Engine:
     def _compute_step(self) -> None:
         try:
             plan = self.scheduler.schedule()
-            result = self._execute(plan)
+            result = self._executor.execute(plan, self._tracked)
+            if result is None:
+                return
             tokens = result.tokens(plan.num_sampled)
         except BaseException:
             # A failing device: what was planned was not computed for certain. The running requests
@@ -336,124 +434,43 @@ class Engine:
             self.scheduler.abandon()
             self.runner.restore_pools()
             raise
-        updated = self.scheduler.update(plan, tokens)
-        self._collect_prompt_logprobs(plan, result)
+        updated = self.scheduler.update(plan, tokens, result.candidates)
+        collect_prompt_logprobs(plan, result, self._tracked)
         # The rows that sample come first, and `updated` keeps their order.
         row_of = {id(sequence): row for row, sequence in enumerate(plan.sequences)}
+        changed: dict[str, RequestState] = {}
         for sequence in updated:
-            self._advance(sequence, result, row_of[id(sequence)])
+            tracked = self._tracked[sequence.request.request_id]
+            changed[tracked.request.request_id] = tracked
+            self._advance(tracked, sequence, result, row_of[id(sequence)])
+        for sequence in plan.sequences[: plan.num_sampled]:
+            request_id = sequence.request.request_id
+            if sequence.request.beams is not None and request_id in self._tracked:
+                changed[request_id] = self._tracked[request_id]
+        for request_id, tracked in changed.items():
+            if tracked.request.finished:
+                del self._tracked[request_id]
+                if tracked.request.keep:
+                    self._kept[request_id] = tracked
+            if tracked.request.finished or tracked.reports_progress:
+                self._pending_outputs.append(tracked.output())
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        for sequence in plan.admitted:
-            self._bind(self._tracked[sequence.request.request_id], sequence)
-        context_lens = plan.starts + plan.lengths
-        manager = self.scheduler.block_manager
-        bucket = choose_bucket(
-            self.runner.buckets,
-            plan.num_tokens,
-            len(plan.sequences),
-            int(manager.blocks_for(context_lens.max())),
-        )
-        self._padded_tokens += bucket.tokens - plan.num_tokens
-        buffer = build_batch(
-            bucket,
-            token_ids=[
-                sequence.token_ids[start:end]
-                for sequence, start, end in zip(
-                    plan.sequences, plan.starts.tolist(), context_lens.tolist()
-                )
-            ],
-            context_lens=context_lens,
-            slots=plan.slots,
-            num_sampled=plan.num_sampled,
-            tables=manager.tables,
-            parameters=self._parameters,
-            logprob_targets=self._logprob_targets(plan),
-        )
-        return self.runner.execute(bucket, buffer)
-
-    def _bind(self, tracked: RequestState, sequence: Sequence) -> None:
-        """Write a request's sampling parameters into the rows of the slot that it was given."""
+    def _advance(
+        self, tracked: RequestState, sequence: Sequence, result: StepResult, row: int
+    ) -> None:
+        """Take in a sequence's new token: logprobs and stop strings."""
         params = tracked.request.sampling_params
-        tracked.masks_stop_tokens = bool(
-            tracked.request.stop_token_ids and sequence.num_output_tokens < params.min_tokens
-        )
-        has_bias = bool(params.logit_bias) or tracked.masks_stop_tokens
-        self._parameters[sequence.slot] = pack_parameters(
-            {
-                "prompt_len": sequence.num_prompt_tokens,
-                "temperature": min(params.temperature, 1e30),
-                "top_k": min(params.top_k, self.vocab_size),
-                "top_p": params.top_p,
-                "min_p": params.min_p,
-                "presence_penalty": params.presence_penalty,
-                "frequency_penalty": params.frequency_penalty,
-                # Beyond float32's range a penalty would turn logits into infinities and NaN.
-                "repetition_penalty": min(max(params.repetition_penalty, 1e-30), 1e30),
-                "seed_high": tracked.seed >> 32,
-                "seed_low": tracked.seed,
-                "sample_index": sequence.index,
-                "has_bias": has_bias,
-                "wants_logprobs": params.logprobs is not None,
-            }
-        )
-        if has_bias:
-            row = np.zeros(self.vocab_size, np.float32)
-            for token, bias in (params.logit_bias or {}).items():
-                row[token] = min(max(bias, MASKED_LOGIT), -MASKED_LOGIT)
-            if tracked.masks_stop_tokens:
-                row[list(tracked.request.stop_token_ids)] = MASKED_LOGIT
-            self.runner.set_bias(sequence.slot, row)
-
-    def _logprob_targets(self, plan: StepPlan) -> list[tuple[int, np.ndarray]]:
-        """For rows that want prompt logprobs: each query token's next prompt token, or -1."""
-        targets = []
-        for row, sequence in enumerate(plan.sequences):
-            if sequence.request.sampling_params.prompt_logprobs is None:
-                continue
-            start, length = int(plan.starts[row]), int(plan.lengths[row])
-            known = len(self._tracked[sequence.request.request_id].prompt_logprobs)
-            places = np.arange(start + 1, start + length + 1)
-            wanted = (places >= known) & (places < sequence.num_prompt_tokens)
-            if wanted.any():
-                places = np.minimum(places, sequence.num_prompt_tokens - 1)
-                targets.append((row, np.where(wanted, sequence.token_ids[places], -1)))
-        return targets
-
-    def _collect_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
-        ends = np.cumsum(plan.lengths)
-        for row, sequence in enumerate(plan.sequences):
-            best = sequence.request.sampling_params.prompt_logprobs
-            tracked = self._tracked.get(sequence.request.request_id)
-            if best is None or tracked is None:
-                continue
-            known = tracked.prompt_logprobs
-            offset = int(ends[row] - plan.lengths[row] - plan.starts[row])
-            end = min(int(plan.starts[row] + plan.lengths[row]), sequence.num_prompt_tokens - 1)
-            for place in range(len(known), end + 1):
-                known.append(result.prompt_logprobs(offset + place - 1, best))
-
-    def _advance(self, sequence: Sequence, result: StepResult, row: int) -> None:
-        """Take in a sequence's new token: logprobs, stop strings, and the output if it is due."""
-        request = sequence.request
-        tracked = self._tracked[request.request_id]
-        params = request.sampling_params
-        if params.logprobs is not None:
-            chosen, logprobs = result.logprobs(row, params.logprobs)
-            tracked.logprobs.append(logprobs)
-            tracked.cumulative_logprob += chosen
-        # The ban on stop tokens is over: write the row without it, unless the slot is gone.
-        enough = sequence.num_output_tokens >= params.min_tokens
-        if tracked.masks_stop_tokens and enough and sequence.slot >= 0:
-            self._bind(tracked, sequence)
-        if params.stop or tracked.stream:
-            stop_string = tracked.detokenize()
+        sample = tracked.samples[sequence.index]
+        if tracked.needs_logprobs:
+            chosen, logprobs = result.logprobs(row, params.logprobs or 0)
+            sample.cumulative_logprob += chosen
+            if params.logprobs is not None:
+                sample.logprobs.append(logprobs)
+        self._executor.allow_stop_tokens(tracked, sample)
+        if params.stop or tracked.reports_progress:
+            stop_string = sample.detokenize()
             if stop_string is not None:
                 self.scheduler.finish(sequence, "stop", stop_string)
-        if request.finished:
-            del self._tracked[request.request_id]
-        if request.finished or tracked.stream:
-            self._pending_outputs.append(tracked.output())
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters."""
@@ -461,20 +478,20 @@ class Engine:
         return EngineStats(
             num_blocks=manager.num_blocks,
             blocks_used=manager.num_used_blocks,
-            blocks_shared=0,
-            blocks_cached=0,
-            blocks_free=manager.num_free_blocks,
+            blocks_shared=manager.num_shared_blocks,
+            blocks_cached=manager.num_cached_blocks,
+            blocks_free=manager.num_free_blocks - manager.num_cached_blocks,
             slots_used_share=scheduler.slots_used_share,
-            preemptions_recompute=scheduler.preemptions_recompute,
-            preemptions_swap=0,
-            swapped_out_bytes=0,
-            copy_on_write_blocks=0,
-            prefix_cached_tokens=0,
+            preemptions_recompute=scheduler.memory.preemptions_recompute,
+            preemptions_swap=scheduler.memory.preemptions_swap,
+            swapped_out_bytes=self.runner.swapped_out_bytes,
+            copy_on_write_blocks=manager.copy_on_write_blocks,
+            prefix_cached_tokens=scheduler.memory.prefix_cached_tokens,
             prompt_tokens=scheduler.prompt_tokens,
             generated_tokens=scheduler.generated_tokens,
             steps=scheduler.steps,
             num_buckets=len(self.runner.buckets),
             warmup_seconds=self._warmup_seconds,
             compilations_after_warmup=self._compilations.count,
-            padded_tokens=self._padded_tokens,
+            padded_tokens=self._executor.padded_tokens,
         )

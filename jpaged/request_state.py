@@ -3,26 +3,80 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from jpaged.detokenizer import Detokenizer
 from jpaged.outputs import CompletionOutput, RequestOutput
-from jpaged.scheduling import Request
+from jpaged.scheduling import Request, Sequence
+from jpaged.scheduling.beam_search import BeamHypothesis
+
+
+@dataclasses.dataclass(eq=False)
+class SampleState:
+    """The way from one sequence's tokens to its output; filled by the engine after each step.
+
+    Attributes:
+        sequence: the scheduler's side of it.
+        detokenizer: None without a tokenizer.
+        masks_stop_tokens: whether its row of the bias table holds back the stop tokens, as it
+            does until it has min_tokens.
+        logprobs: of the generated tokens so far, if asked for.
+        cumulative_logprob: sum over the chosen tokens, if asked for.
+    """
+
+    sequence: Sequence
+    detokenizer: Detokenizer | None
+    masks_stop_tokens: bool = False
+    logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    _detokenized: int = 0
+
+    def detokenize(self) -> str | None:
+        """Give the detokenizer the tokens that it has not seen; the stop string they complete."""
+        if self.detokenizer is None:
+            return None
+        sequence = self.sequence
+        tokens = sequence.output_token_ids[self._detokenized :].tolist()
+        self._detokenized += len(tokens)
+        if tokens and sequence.finish_reason == "stop":
+            tokens.pop()  # the stop token that ended it is no part of the text
+        return self.detokenizer.add(tokens)
+
+    def output(self, index: int) -> CompletionOutput:
+        """A snapshot for the caller, as the request's completion number `index`."""
+        sequence = self.sequence
+        params = sequence.request.sampling_params
+        text = ""
+        if self.detokenizer is not None:
+            if sequence.finish_reason is not None:
+                self.detokenize()
+                self.detokenizer.finish()
+            text = self.detokenizer.text
+        wants_logprobs = params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=sequence.output_token_ids.tolist(),
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
+            logprobs=list(self.logprobs) if wants_logprobs else None,
+        )
 
 
 @dataclasses.dataclass(eq=False)
 class RequestState:
-    """The way from a request's tokens to its output; filled by the engine after each step.
+    """A request's samples, and what they have in common.
 
     Attributes:
         request: the scheduler's side of it.
         prompt: the prompt's text, or None.
         stream: whether `Engine.step` returns it before it is finished.
         seed: the seed of its samples, given or derived.
-        detokenizer: None without a tokenizer.
-        masks_stop_tokens: whether its row of the bias table holds back the stop tokens, as it
-            does until it has min_tokens.
-        logprobs: of the generated tokens so far, if asked for.
-        cumulative_logprob: sum over the chosen tokens, if asked for.
+        first_sample_index: the number by which the first of its samples is told from others of
+            the same seed.
+        make_detokenizer: a fresh one for a sample; returns None without a tokenizer.
+        samples: one for each sequence; of beams, none.
         prompt_logprobs: of the prompt tokens so far, if asked for; the first has none.
     """
 
@@ -30,54 +84,94 @@ class RequestState:
     prompt: str | None
     stream: bool
     seed: int
-    detokenizer: Detokenizer | None
-    masks_stop_tokens: bool = False
-    logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
-    cumulative_logprob: float = 0.0
+    first_sample_index: int
+    make_detokenizer: Callable[[], Detokenizer | None]
+    samples: list[SampleState] = dataclasses.field(init=False)
     prompt_logprobs: list[dict[int, float] | None] = dataclasses.field(
         default_factory=lambda: [None]
     )
-    _detokenized: int = 0
 
-    def detokenize(self) -> str | None:
-        """Give the detokenizer the tokens that it has not seen; the stop string they complete."""
-        if self.detokenizer is None:
+    def __post_init__(self) -> None:
+        self.samples = []
+        if self.request.beams is None:
+            self.samples = [
+                SampleState(sequence, self.make_detokenizer())
+                for sequence in self.request.sequences
+            ]
+
+    def sample_of(self, sequence: Sequence) -> SampleState | None:
+        """The state of one of its sequences; None for a beam."""
+        return self.samples[sequence.index] if self.samples else None
+
+    def text_so_far(self) -> str | None:
+        """The prompt's text and what its one sample has added; None if that has no text."""
+        if self.prompt is None or len(self.samples) != 1:
             return None
-        (sequence,) = self.request.sequences
-        tokens = sequence.output_token_ids[self._detokenized :].tolist()
-        self._detokenized += len(tokens)
-        if tokens and sequence.finish_reason == "stop":
-            tokens.pop()  # the stop token that ended it is no part of the text
-        return self.detokenizer.add(tokens)
+        return self.prompt + self.samples[0].output(0).text
+
+    @property
+    def chooses_samples(self) -> bool:
+        """Whether more sequences are sampled than returned (best_of > n)."""
+        return len(self.samples) > self.request.sampling_params.n
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether its rows need log-probabilities from the device."""
+        asked = self.request.sampling_params.logprobs is not None
+        return asked or self.chooses_samples or self.request.beams is not None
+
+    @property
+    def reports_progress(self) -> bool:
+        """Whether its outputs mean something before it is finished: not where the best samples or
+        beams are chosen at the end."""
+        return self.stream and self.request.beams is None and not self.chooses_samples
 
     def output(self) -> RequestOutput:
         """A snapshot for the caller."""
         request = self.request
         params = request.sampling_params
-        (sequence,) = request.sequences
-        text = ""
-        if self.detokenizer is not None:
-            if request.finished:
-                self.detokenize()
-                self.detokenizer.finish()
-            text = self.detokenizer.text
-        wants_logprobs = params.logprobs is not None
-        wants_prompt_logprobs = params.prompt_logprobs is not None
         return RequestOutput(
             request_id=request.request_id,
             prompt=self.prompt,
             prompt_token_ids=list(request.prompt_token_ids),
-            outputs=[
-                CompletionOutput(
-                    index=sequence.index,
-                    text=text,
-                    token_ids=sequence.output_token_ids.tolist(),
-                    finish_reason=sequence.finish_reason,
-                    stop_reason=sequence.stop_reason,
-                    cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
-                    logprobs=list(self.logprobs) if wants_logprobs else None,
-                )
-            ],
-            prompt_logprobs=list(self.prompt_logprobs) if wants_prompt_logprobs else None,
+            outputs=self._completions(),
+            prompt_logprobs=(
+                list(self.prompt_logprobs) if params.prompt_logprobs is not None else None
+            ),
             finished=request.finished,
+        )
+
+    def _completions(self) -> list[CompletionOutput]:
+        search, n = self.request.beams, self.request.sampling_params.n
+        if search is None:
+            samples = self.samples
+            if self.chooses_samples:
+                samples = sorted(samples, key=lambda sample: -sample.cumulative_logprob)
+            return [sample.output(i) for i, sample in enumerate(samples[:n])]
+        if search.done:
+            return [self._hypothesis(i, h) for i, h in enumerate(search.best(n))]
+        # Aborted: the beams as they stand, best first.
+        beams = self.request.sequences[:n]
+        return [
+            SampleState(sequence, self.make_detokenizer()).output(i)
+            for i, sequence in enumerate(beams)
+        ]
+
+    def _hypothesis(self, index: int, hypothesis: BeamHypothesis) -> CompletionOutput:
+        tokens = hypothesis.token_ids.tolist()
+        stopped = hypothesis.finish_reason == "stop"
+        text, detokenizer = "", self.make_detokenizer()
+        if detokenizer is not None:
+            detokenizer.add(tokens[:-1] if stopped else tokens)
+            detokenizer.finish()
+            text = detokenizer.text
+        listed = self.request.sampling_params.stop_token_ids or ()
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=tokens,
+            finish_reason=hypothesis.finish_reason,
+            stop_reason=tokens[-1] if stopped and tokens[-1] in listed else None,
+            cumulative_logprob=hypothesis.cumulative_logprob,
+            logprobs=None,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jpaged.validation import as_bool, as_float, as_int, shown
 
@@ -17,9 +17,9 @@ class SamplingParams:
     """Parameters of one request; checked when made, immutable afterwards.
 
     Attributes:
-        n: how many sequences to return (>= 1; more than one is not built yet).
-        best_of: how many sequences to sample, the best n of which are returned (None or >= n;
-            more than one is not built yet).
+        n: how many sequences to return (>= 1).
+        best_of: how many sequences to sample, of which the n of the highest cumulative
+            log-probability are returned, best first (None or >= n; None samples n).
         temperature: divides the logits (>= 0 and finite); 0 is greedy.
         top_k: keep the k most likely tokens (>= -1); 0 and -1 keep all.
         top_p: keep the smallest set of most likely tokens whose probability reaches it, in (0, 1].
@@ -41,19 +41,17 @@ class SamplingParams:
         ignore_eos: go on after the model's end-of-sequence tokens.
         logprobs: None or 0 .. 20: return the chosen token's log-probability and this many best.
         prompt_logprobs: the same for the tokens of the prompt.
-        beam_width: None or >= 1: beam search instead of sampling (not built yet).
-        length_penalty: finite; beam search's exponent on the length (beams are not built yet, so
-            only 1.0).
-        early_stopping: beam search's end rule (beams are not built yet, so only False).
-        priority: an int, lower runs first (not built yet, so only 0).
-        cache_salt: None or a string that keeps the request's cached blocks from requests with
-            another one (not built yet, so only None).
+        beam_width: None or >= 1: beam search with so many beams instead of sampling; the n best
+            hypotheses are returned when it is over. temperature, top_k, top_p, min_p and seed then
+            mean nothing; penalties, logit_bias, stop and logprobs are refused.
+        length_penalty: finite; hypotheses are ranked by log-probability / length ** length_penalty.
+        early_stopping: when beam search ends, as transformers defines it: False, True or "never".
+        priority: an int, lower runs first (under scheduling_policy="priority").
+        cache_salt: None or a string: requests of different salts share no cached blocks.
 
     Raises:
         TypeError: a value of the wrong type (a bool is not an int).
         ValueError: a value outside what is allowed.
-        NotImplementedError: an allowed value of a feature that is not built yet; what is wrong is
-            reported before what is not built.
     """
 
     n: int = 1
@@ -76,14 +74,14 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     beam_width: int | None = None
     length_penalty: float = 1.0
-    early_stopping: bool = False
+    early_stopping: bool | Literal["never"] = False
     priority: int = 0
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._checked().items():
             object.__setattr__(self, name, value)
-        self._refuse_what_is_not_built()
+        self._check_beam_search()
 
     def _checked(self) -> dict[str, Any]:
         """Every field as a plain Python object, or the first error."""
@@ -138,7 +136,11 @@ class SamplingParams:
             "length_penalty": as_float(
                 "length_penalty", self.length_penalty, allowed="a finite number"
             ),
-            "early_stopping": as_bool("early_stopping", self.early_stopping),
+            "early_stopping": (
+                "never"
+                if self.early_stopping == "never"
+                else as_bool("early_stopping", self.early_stopping)
+            ),
             "priority": as_int(
                 "priority",
                 self.priority,
@@ -155,20 +157,31 @@ class SamplingParams:
         value = getattr(self, name)
         return None if value is None else as_int(name, value, allowed=allowed, low=low, high=high)
 
-    def _refuse_what_is_not_built(self) -> None:
-        unbuilt = {
-            "n": (self.n > 1, "several sequences a request"),
-            "best_of": (self.best_of not in (None, 1), "several sequences a request"),
-            "beam_width": (self.beam_width is not None, "beam search"),
-            "length_penalty": (self.length_penalty != 1.0, "beam search"),
-            "early_stopping": (self.early_stopping, "beam search"),
-            "priority": (self.priority != 0, "priorities"),
-            "cache_salt": (self.cache_salt is not None, "prefix caching"),
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences a request may have at once: samples or beams."""
+        return self.beam_width or self.best_of or self.n
+
+    def _check_beam_search(self) -> None:
+        """Beam search replaces sampling: refuse what would have no meaning beside it."""
+        if self.beam_width is None:
+            return
+        if self.n > self.beam_width:
+            raise ValueError(f"n must be at most beam_width={self.beam_width}, got {self.n}")
+        neutral = {
+            "best_of": None,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "logit_bias": None,
+            "stop": None,
+            "logprobs": None,
         }
-        for name, (asked, feature) in unbuilt.items():
-            if asked:
-                raise NotImplementedError(
-                    f"{name}={getattr(self, name)!r} asks for {feature}, which is not built yet"
+        for name, value in neutral.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} does not go with beam_width, got {name}={getattr(self, name)!r} and "
+                    f"beam_width={self.beam_width}"
                 )
 
     def check_against(self, vocab_size: int) -> None:

@@ -1,7 +1,17 @@
 """Requests, and which of their tokens each step computes. No jax."""
 
+from jpaged.scheduling.beam_search import BeamSearch
+from jpaged.scheduling.policies import POLICIES
 from jpaged.scheduling.request import Request, RequestStatus, Sequence
 from jpaged.scheduling.scheduler import Scheduler
 from jpaged.scheduling.step_plan import StepPlan
 
-__all__ = ["Request", "RequestStatus", "Scheduler", "Sequence", "StepPlan"]
+__all__ = [
+    "POLICIES",
+    "BeamSearch",
+    "Request",
+    "RequestStatus",
+    "Scheduler",
+    "Sequence",
+    "StepPlan",
+]

@@ -11,15 +11,21 @@ import numpy as np
 from jaxtyping import Int32
 
 if TYPE_CHECKING:
+    from jpaged.memory import Swapped
     from jpaged.sampling_params import SamplingParams
+    from jpaged.scheduling.beam_search import BeamSearch
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. WAITING and PREEMPTED ones are in the waiting queue, without memory."""
+    """Where a request is. WAITING, PREEMPTED and SWAPPED ones are in the waiting queue, without
+    blocks of the KV pool; SWAPPED ones have their blocks in the swap space. A KEPT one is finished,
+    and holds its blocks for forks until it is released or the room is needed."""
 
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    SWAPPED = "swapped"
+    KEPT = "kept"
     FINISHED = "finished"
 
 
@@ -29,13 +35,14 @@ class Sequence:
 
     Attributes:
         request: the request it belongs to.
-        index: its position in request.sequences.
+        index: which of the request's samples it is.
         token_ids: int32 [request.max_total_tokens]; the first num_tokens entries are prompt and
             generated tokens, the others undefined. Filled by Request and `Scheduler.update`.
         num_tokens: tokens known so far. Advanced by `Scheduler.update`.
         num_prompt_tokens: tokens of the prompt.
-        num_computed_tokens: tokens whose keys and values are in the KV pool, always the first
-            ones. Advanced by `Scheduler.update`, set to 0 when the sequence is preempted.
+        num_computed_tokens: tokens whose keys and values are in the KV pool (or, of a SWAPPED
+            request, in the swap space), always the first ones. Advanced by `Scheduler.update`, set
+            to 0 when the sequence is preempted to be computed again.
         slot: row in `BlockManager.tables`; -1 while the sequence holds no memory. Set by the
             scheduler.
         finish_reason: None while unfinished, then "stop", "length" or "abort". Set by the
@@ -64,21 +71,41 @@ class Sequence:
         """Tokens generated so far."""
         return self.num_tokens - self.num_prompt_tokens
 
+    @property
+    def num_missing_tokens(self) -> int:
+        """Known tokens that are not computed yet."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def copy(self) -> Sequence:
+        """The same tokens again, without memory: another beam."""
+        return dataclasses.replace(self, token_ids=self.token_ids.copy(), slot=-1)
+
 
 class Request:
     """A prompt and the sequences that grow from it; scheduled and preempted together.
+
+    Several sequences share the blocks of their prompt: one of them, the leader, computes it up to
+    the token before its last, then the others are forked from it, and each computes its own last
+    token of the prompt and what comes after. So it is again after a preemption that lost the
+    blocks.
 
     Attributes:
         request_id: the name under which the caller knows it.
         number: its position in the order of `add_request` calls; breaks ties of arrival_time.
         prompt_token_ids: the prompt, as given.
-        sampling_params: how tokens are chosen; the scheduler reads min_tokens and stop_token_ids.
+        sampling_params: how tokens are chosen.
         stop_token_ids: every token id that ends a sequence: sampling_params.stop_token_ids and,
             unless ignored, the model's end-of-sequence tokens.
         max_total_tokens: a sequence that has this many tokens, prompt included, is finished.
         arrival_time: seconds on any clock; earlier requests run first.
-        arrival_order: (arrival_time, number), the key by which all queues are ordered.
-        sequences: one for now (several a request are not built yet).
+        arrival_order: (arrival_time, number).
+        order: the key by which queues are ordered; set by `Scheduler.add`.
+        beams: the state of its beam search, or None. Then `sequences` are the beams of now.
+        keep: whether it keeps its blocks when it is finished, so that it can be forked.
+        sequences: those that are to be sampled, finished ones included.
+        is_forked: whether each unfinished sequence has its own row (false: only the leader has).
+            Set by the scheduler.
+        swapped: its blocks in the swap space, or None. Set by the scheduler.
         status: set by the scheduler.
 
     Raises:
@@ -88,14 +115,19 @@ class Request:
     __slots__ = (
         "arrival_order",
         "arrival_time",
+        "beams",
+        "is_forked",
+        "keep",
         "max_total_tokens",
         "number",
+        "order",
         "prompt_token_ids",
         "request_id",
         "sampling_params",
         "sequences",
         "status",
         "stop_token_ids",
+        "swapped",
     )
 
     def __init__(
@@ -108,6 +140,9 @@ class Request:
         stop_token_ids: frozenset[int],
         max_total_tokens: int,
         arrival_time: float,
+        num_sequences: int = 1,
+        beams: BeamSearch | None = None,
+        keep: bool = False,
     ) -> None:
         self.request_id = request_id
         self.number = number
@@ -117,6 +152,10 @@ class Request:
         self.max_total_tokens = max_total_tokens
         self.arrival_time = arrival_time
         self.arrival_order = (arrival_time, number)
+        self.order = self.arrival_order
+        self.beams = beams
+        self.keep = keep
+        self.swapped: Swapped | None = None
         self.status = RequestStatus.WAITING
         num_prompt_tokens = len(self.prompt_token_ids)
         if not 1 <= num_prompt_tokens < max_total_tokens:
@@ -124,19 +163,44 @@ class Request:
                 f"prompt_token_ids must hold 1 to {max_total_tokens - 1} tokens "
                 f"(max_total_tokens={max_total_tokens}), got {num_prompt_tokens}"
             )
-        token_ids = np.empty(max_total_tokens, np.int32)
-        token_ids[:num_prompt_tokens] = self.prompt_token_ids
-        self.sequences = [
-            Sequence(
-                request=self,
-                index=0,
-                token_ids=token_ids,
-                num_tokens=num_prompt_tokens,
-                num_prompt_tokens=num_prompt_tokens,
+        self.sequences = []
+        for index in range(num_sequences):
+            token_ids = np.empty(max_total_tokens, np.int32)
+            token_ids[:num_prompt_tokens] = self.prompt_token_ids
+            self.sequences.append(
+                Sequence(
+                    request=self,
+                    index=index,
+                    token_ids=token_ids,
+                    num_tokens=num_prompt_tokens,
+                    num_prompt_tokens=num_prompt_tokens,
+                )
             )
-        ]
+        self.is_forked = num_sequences == 1
 
     @property
     def finished(self) -> bool:
-        """Whether all sequences are finished; then the request holds no memory."""
-        return self.status is RequestStatus.FINISHED
+        """Whether all sequences are finished."""
+        return self.status in (RequestStatus.FINISHED, RequestStatus.KEPT)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """The sequences that go on."""
+        return [s for s in self.sequences if s.finish_reason is None]
+
+    @property
+    def leader(self) -> Sequence:
+        """The one that computes the prompt for all."""
+        return next(s for s in self.sequences if s.finish_reason is None)
+
+    @property
+    def fork_point(self) -> int:
+        """Tokens that the leader computes before the others are forked from it."""
+        return len(self.prompt_token_ids) - 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the block tables that it may need while it runs."""
+        if self.beams is not None:
+            return self.beams.width
+        return 1 if len(self.sequences) == 1 else len(self.unfinished)

@@ -4,57 +4,69 @@ from __future__ import annotations
 
 import bisect
 import operator
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Int
 
 from jpaged.memory import BlockManager
+from jpaged.scheduling import admission
+from jpaged.scheduling.policies import FirstComeFirstServed, Policy
 from jpaged.scheduling.request import Request, RequestStatus, Sequence
-from jpaged.scheduling.step_plan import StepPlan
+from jpaged.scheduling.request_memory import RequestMemory
+from jpaged.scheduling.step_plan import StepPlan, make_plan
 
-_arrival_order = operator.attrgetter("arrival_order")
+_order = operator.attrgetter("order")
+
+# For a row of a beam: token ids and log-probabilities of the tokens that may follow, best first.
+Candidates = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 class Scheduler:
-    """First come, first served, iteration by iteration (Orca's scheduling, OSDI 2022, over
-    PagedAttention's memory, SOSP 2023), with prompts cut into chunks that share a token budget with
-    the decodes (Sarathi-Serve, OSDI 2024).
+    """Iteration by iteration (Orca's scheduling, OSDI 2022, over PagedAttention's memory, SOSP
+    2023), with prompts cut into chunks that share a token budget with the decodes (Sarathi-Serve,
+    OSDI 2024). A policy orders the requests: first come first served, or by priority.
 
     Each step:
       1. Every running sequence that is one token short (a decode) computes it; as many run at most
          as there are tokens in the budget, so none is ever left out.
-      2. Running sequences that are further behind, in order of arrival, share what is left of the
-         budget, each up to the whole rest of its context (a chunk).
-      3. If the free blocks do not suffice for that, the running request that arrived last is
-         preempted: it loses slot and blocks, goes back to its place in the waiting queue, and later
-         computes prompt and generated tokens again, as one prefill. Repeat from 1. Blocks are only
-         taken once the whole plan fits, so a request that drops out of it holds none.
-      4. Unless one was preempted, waiting requests are admitted in order of arrival while budget,
-         slots and memory last, up to the first that does not fit. A request fits if its whole
-         context, not just its first chunk, finds room beside what the running ones will take
-         until it is computed, with the watermark to spare. Its blocks are then taken chunk by
-         chunk. So whatever is admitted, for the first time or again, samples at least one token
-         before it can be preempted: nobody comes and goes without progress.
+      2. Running sequences that are further behind, in order, share what is left of the budget, each
+         up to the whole rest of its context (a chunk).
+      3. If the free blocks do not suffice for that, the last running request is preempted, with
+         all its sequences: it loses rows and blocks and goes back to its place in the waiting
+         queue. Its blocks are saved to the swap space, or computed again later (prompt and
+         generated tokens as one prefill), whichever `prefers_swap` says. Repeat from 1. Blocks are
+         only taken once the whole plan fits, so a request that drops out of it holds none.
+      4. Unless one was preempted, waiting requests are admitted in order while budget, rows and
+         memory last, up to the first that does not fit. A request fits if its whole context, not
+         just its first chunk, finds room beside what the running ones will take until it is
+         computed, with the watermark to spare. Its blocks are then taken chunk by chunk. So
+         whatever is admitted, for the first time or again, samples at least one token before it
+         can be preempted: nobody comes and goes without progress. (The policy may let the first
+         waiting request push out running ones that stand behind it.)
 
-    Every request finishes. Take the earliest unfinished one. Running, it is preempted only when it
-    is the last one running, that is alone; but alone it fits, since `add` refuses what does not.
-    So it computes at least one token a step (the first decode, or the first chunk, for which the
-    other decodes leave at least one token) and ends. Waiting, it heads the queue, so
-    nothing else is admitted; what runs comes to an end by the same argument, within itself; and
-    when nothing runs the pool is empty and the watermark is not asked for.
+    Every request finishes. Take the first unfinished one. Running, it is preempted only when it is
+    the last one running, that is alone; but alone it fits, since `add` refuses what does not. So it
+    computes at least one token a step (the first decode, or the first chunk, for which the other
+    decodes leave at least one token) and ends. Waiting, it heads the queue, so nothing else is
+    admitted; what runs comes to an end by the same argument, within itself; and when nothing runs
+    the pool is empty and the watermark is not asked for. Under either policy only finitely many
+    requests can come before a given one.
 
     Not thread-safe. A plan goes to `update` (or `abandon`) before the next one is made; requests
-    may be added, aborted and finished in between.
+    may be added, forked, aborted and finished in between.
 
     Attributes:
-        block_manager: the memory of the running sequences.
+        memory: what the requests hold, with counters of preemptions and cache hits.
+        block_manager: its blocks.
+        policy: the order of the requests.
         max_num_batched_tokens, max_model_len: as given.
-        waiting, running: requests in order of arrival. Read only for others.
+        waiting, running: requests in order. Read only for others.
+        kept: finished requests that hold their blocks for forks. Read only for others.
         steps: plans made that compute something.
         prompt_tokens: tokens of the prompts admitted so far, each counted once.
         generated_tokens: tokens appended so far.
         scheduled_tokens: tokens of all plans, repeated ones included.
-        preemptions_recompute: how often a request was preempted.
     """
 
     def __init__(
@@ -66,8 +78,17 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         watermark: float = 0.01,
+        num_swap_blocks: int = 0,
+        enable_prefix_caching: bool = False,
+        policy: Policy | None = None,
+        prefers_swap: Callable[[int, int], bool] = lambda num_blocks, num_tokens: False,
     ) -> None:
-        """watermark: the share of num_blocks that an admission leaves free, in [0, 1)."""
+        """
+        watermark     the share of num_blocks that an admission leaves free, in [0, 1)
+        prefers_swap  whether to save a request's num_blocks blocks rather than compute its
+                      num_tokens tokens again, asked when it is preempted and the swap space has
+                      room
+        """
         for name, value in (
             ("block_size", block_size),
             ("max_num_seqs", max_num_seqs),
@@ -78,32 +99,47 @@ class Scheduler:
                 raise ValueError(f"{name} must be >= 1, got {value}")
         if not 0 <= watermark < 1:
             raise ValueError(f"watermark must be in [0, 1), got {watermark}")
-        self.block_manager = BlockManager(
-            num_blocks,
-            block_size,
-            # A running sequence computes at least one token a step: more rows are never in use.
-            max_sequences=min(max_num_seqs, max_num_batched_tokens),
-            max_blocks_per_sequence=-(-max_model_len // block_size),
+        self.memory = RequestMemory(
+            BlockManager(
+                num_blocks,
+                block_size,
+                # A running sequence computes at least one token a step: more are never in use.
+                max_sequences=min(max_num_seqs, max_num_batched_tokens),
+                max_blocks_per_sequence=-(-max_model_len // block_size),
+                num_swap_blocks=num_swap_blocks,
+                enable_prefix_caching=enable_prefix_caching,
+            ),
+            prefix_caching=enable_prefix_caching,
+            prefers_swap=prefers_swap,
         )
+        self.block_manager = self.memory.block_manager
+        self.policy = FirstComeFirstServed() if policy is None else policy
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.kept: list[Request] = []
         self.steps = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.scheduled_tokens = 0
-        self.preemptions_recompute = 0
         self._watermark_blocks = int(watermark * num_blocks)
-        self._requests: dict[str, Request] = {}  # the unfinished ones
+        self._requests: dict[str, Request] = {}  # the unfinished and the kept ones
         self._slots_used_share_sum = 0.0
-        # int32 [slots], the most token slots that the sequence of each slot will ever hold.
-        self._max_held = np.zeros_like(self.block_manager.num_tokens)
+        self._saved: list[Request] = []  # those that the last plan swaps out
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running."""
-        return bool(self._requests)
+        return bool(self.running or self.waiting)
+
+    def unfinished_request_ids(self) -> list[str]:
+        """The ids of all requests that are waiting or running."""
+        return [name for name, request in self._requests.items() if not request.finished]
+
+    def get(self, request_id: str) -> Request | None:
+        """The unfinished or kept request of this name, or None."""
+        return self._requests.get(request_id)
 
     @property
     def slots_used_share(self) -> float:
@@ -111,41 +147,110 @@ class Scheduler:
         the first."""
         return self._slots_used_share_sum / self.steps if self.steps else 1.0
 
-    def check_fits(self, max_total_tokens: int) -> None:
-        """Raise ValueError if a request of so many tokens could never run, whatever else does."""
+    @property
+    def num_free_rows(self) -> int:
+        """Rows of the block tables that no running request may need."""
+        return len(self.block_manager.tables) - sum(r.num_rows for r in self.running)
+
+    def check_fits(self, prompt_len: int, max_total_tokens: int, num_sequences: int = 1) -> None:
+        """Raise ValueError if a request of num_sequences sequences, each of up to max_total_tokens
+        tokens, could never run, whatever else does."""
         if max_total_tokens > self.max_model_len:
             raise ValueError(
                 f"max_total_tokens must be at most max_model_len={self.max_model_len}, "
                 f"got {max_total_tokens}"
             )
         manager = self.block_manager
-        needed = manager.blocks_for(max_total_tokens - 1)  # the last token is never fed back
+        if num_sequences > len(manager.tables):
+            raise ValueError(
+                f"a request of {num_sequences} sequences needs as many rows, and max_num_seqs and "
+                f"max_num_batched_tokens leave {len(manager.tables)}"
+            )
+        # The last token is never fed back.
+        needed = admission.blocks_of_group(
+            manager, prompt_len - 1, [max_total_tokens - 1] * num_sequences
+        )
         if needed > manager.num_blocks:
             raise ValueError(
-                f"a request of up to {max_total_tokens} tokens needs {needed} blocks of "
-                f"{manager.block_size} token slots, and the KV pool has {manager.num_blocks}"
+                f"a request of {num_sequences} sequences of up to {max_total_tokens} tokens needs "
+                f"{needed} blocks of {manager.block_size} token slots, and the KV pool has "
+                f"{manager.num_blocks}"
             )
 
     def add(self, request: Request) -> None:
-        """Put a new request in the waiting queue, at its place by arrival.
+        """Put a new request in the waiting queue, at its place in the policy's order.
 
         Raises:
-            ValueError: its id belongs to an unfinished request, or it could never fit in the pool.
+            ValueError: its id belongs to an unfinished or kept request, or it could never fit.
         """
+        self._register(request)
+        bisect.insort(self.waiting, request, key=_order)
+
+    def _register(self, request: Request) -> None:
         if request.request_id in self._requests:
             raise ValueError(f"request_id must be new, {request.request_id!r} is unfinished")
-        self.check_fits(request.max_total_tokens)
+        self.check_fits(len(request.prompt_token_ids), request.max_total_tokens, request.num_rows)
+        request.order = self.policy.order(request)
         self._requests[request.request_id] = request
-        bisect.insort(self.waiting, request, key=_arrival_order)
+
+    def fork(self, request_id: str, children: list[Request]) -> None:
+        """Add requests that begin with the tokens of an unfinished or kept one, sharing its blocks.
+
+        children  of one sequence each, whose prompts are the parent's tokens so far
+
+        Where the parent holds no blocks, or rows run out, the children wait like any other request.
+
+        Raises:
+            ValueError: no such request, it has several sequences, or a child cannot be added.
+        """
+        parent = self._requests.get(request_id)
+        if parent is None:
+            raise ValueError(
+                f"request_id must name an unfinished or kept request, got {request_id!r}"
+            )
+        if len(parent.sequences) > 1 or parent.beams is not None:
+            raise ValueError(f"request {request_id!r} has several sequences and cannot be forked")
+        for i, child in enumerate(children):
+            try:
+                self._register(child)
+            except ValueError:
+                for registered in children[:i]:
+                    del self._requests[registered.request_id]
+                raise
+        (source,) = parent.sequences
+        manager = self.block_manager
+        if source.slot < 0 or min(self.num_free_rows, manager.num_free_slots) < len(children):
+            for child in children:
+                bisect.insort(self.waiting, child, key=_order)
+            return
+        self.memory.share(source, [child.sequences[0] for child in children])
+        for child in children:
+            self.prompt_tokens += len(child.prompt_token_ids)
+            self._run(child)
+
+    def release(self, request_id: str) -> bool:
+        """Give back the blocks of a kept request; False if there is no such one."""
+        request = self._requests.get(request_id)
+        if request is None or request.status is not RequestStatus.KEPT:
+            return False
+        if request in self.kept:
+            self.kept.remove(request)
+            self.memory.release(request.sequences[0])
+        request.status = RequestStatus.FINISHED
+        del self._requests[request_id]
+        return True
 
     def abort(self, request_id: str) -> bool:
         """End an unfinished request, wherever it is, with reason "abort"; False if unknown."""
         request = self._requests.get(request_id)
-        if request is None:
+        if request is None or request.finished:
             return False
-        for sequence in request.sequences:
+        request.keep = False
+        for sequence in request.unfinished:
             self.finish(sequence, "abort")
         return True
+
+    # --- Planning a step
 
     def schedule(self) -> StepPlan:
         """Choose the tokens of the next step and take the memory for them.
@@ -153,6 +258,8 @@ class Scheduler:
         The plan is empty only if no request is unfinished.
         """
         manager = self.block_manager
+        self._saved = []
+        pushed_out = self._push_out()
         preempted: list[Sequence] = []
         while True:
             decodes, chunks = self._plan_running()
@@ -161,148 +268,147 @@ class Scheduler:
             needed += sum(manager.blocks_needed(s.slot, length) for s, length in chunks)
             if needed <= manager.num_free_blocks:
                 break
-            preempted.extend(self._preempt(self.running[-1]))
-            self.preemptions_recompute += 1
+            if self.kept:
+                self._forget_kept()
+            else:
+                preempted.extend(self._preempt(self.running[-1]))
         manager.append_one(decode_slots)
         for sequence, length in chunks:
             manager.append(sequence.slot, length)
-        admitted = [] if preempted else self._admit(decodes, chunks)
-        return self._make_plan(decodes, chunks, admitted, preempted)
-
-    def _plan_running(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
-        """What the running sequences would like to compute: decodes, and (sequence, tokens)."""
-        decodes: list[Sequence] = []
-        behind: list[Sequence] = []
-        for request in self.running:
-            for sequence in request.sequences:
-                if sequence.num_tokens - sequence.num_computed_tokens == 1:
-                    decodes.append(sequence)
-                else:
-                    behind.append(sequence)
-        budget = self.max_num_batched_tokens - len(decodes)
-        chunks = []
-        for sequence in behind:
-            if budget == 0:
-                break
-            length = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            chunks.append((sequence, length))
-            budget -= length
-        return decodes, chunks
-
-    def _preempt(self, request: Request) -> list[Sequence]:
-        for sequence in request.sequences:
-            self.block_manager.free(sequence.slot)
-            sequence.slot = -1
-            sequence.num_computed_tokens = 0
-        self._remove(self.running, request)
-        bisect.insort(self.waiting, request, key=_arrival_order)
-        request.status = RequestStatus.PREEMPTED
-        return request.sequences
-
-    def _admit(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> list[Sequence]:
-        """Admit waiting requests and append their first chunks to `chunks`."""
-        manager = self.block_manager
-        budget = self.max_num_batched_tokens - len(decodes) - sum(length for _, length in chunks)
-        admitted: list[Sequence] = []
-        # While there is budget left, every running sequence has its whole context in this plan and
-        # its blocks: a chunk that is cut short uses up the budget. So the free blocks are not
-        # promised to anyone, and the next request would be the only one that is still behind.
-        while self.waiting and budget > 0 and manager.num_free_slots > 0:
-            request = self.waiting[0]
-            (sequence,) = request.sequences
-            length = min(sequence.num_tokens, budget)
-            if not self._fits(sequence, length):
-                break
-            budget -= length
-            sequence.slot = manager.allocate(length)
-            self._max_held[sequence.slot] = request.max_total_tokens - 1
-            chunks.append((sequence, length))
-            admitted.append(sequence)
-            if request.status is RequestStatus.WAITING:  # its first time
-                self.prompt_tokens += sequence.num_prompt_tokens
-            request.status = RequestStatus.RUNNING
-            del self.waiting[0]
-            bisect.insort(self.running, request, key=_arrival_order)
-        return admitted
-
-    def _fits(self, sequence: Sequence, first_chunk: int) -> bool:
-        """Whether a sequence can be computed to its end and sampled without preempting any."""
-        manager = self.block_manager
-        # Its context and, unless that will be the last, the token sampled next.
-        num_tokens = min(sequence.num_tokens + 1, sequence.request.max_total_tokens - 1)
-        needed = manager.blocks_for(num_tokens)
-        if not self.running:  # the whole pool is free
-            return needed <= manager.num_free_blocks
-        needed += self._watermark_blocks
-        if needed > manager.num_free_blocks:
-            return False
-        # Steps until its last chunk: the others decode meanwhile, one token each at most.
-        budget = self.max_num_batched_tokens - len(self.running)
-        steps = -(-(sequence.num_tokens - first_chunk) // budget)
-        held = manager.num_tokens[used := np.flatnonzero(manager.num_tokens)]
-        ahead = np.minimum(held + steps, self._max_held[used])
-        needed += int((manager.blocks_for(ahead) - manager.blocks_for(held)).sum())
-        return needed <= manager.num_free_blocks
-
-    def _make_plan(
-        self,
-        decodes: list[Sequence],
-        chunks: list[tuple[Sequence, int]],
-        admitted: list[Sequence],
-        preempted: list[Sequence],
-    ) -> StepPlan:
-        unfinished = []  # chunks that end before the last known token
-        sequences = decodes
-        lengths = [1] * len(decodes)
-        for sequence, length in chunks:
-            if sequence.num_computed_tokens + length == sequence.num_tokens:
-                sequences.append(sequence)
-                lengths.append(length)
-            else:
-                unfinished.append((sequence, length))
-        num_sampled = len(sequences)
-        for sequence, length in unfinished:
-            sequences.append(sequence)
-            lengths.append(length)
-        plan = StepPlan(
-            sequences=sequences,
-            slots=np.fromiter((s.slot for s in sequences), np.int32, len(sequences)),
-            starts=np.fromiter(
-                (s.num_computed_tokens for s in sequences), np.int32, len(sequences)
-            ),
-            lengths=np.array(lengths, np.int32),
-            num_sampled=num_sampled,
-            num_tokens=sum(lengths),
-            admitted=admitted,
-            preempted=preempted,
+        if not preempted:
+            self._admit(decodes, chunks)
+        plan = make_plan(
+            decodes,
+            chunks,
+            admitted=self.memory.take_placed(),
+            preempted=pushed_out + preempted,
+            moves=self.memory.take_moves(),
         )
-        if sequences:
+        if plan.sequences:
             self.steps += 1
             self.scheduled_tokens += plan.num_tokens
             self._slots_used_share_sum += self.block_manager.slots_used_share
         return plan
 
-    def update(self, plan: StepPlan, tokens: Int[np.ndarray, " num_sampled"]) -> list[Sequence]:
+    def _plan_running(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
+        """What the running sequences would like to compute: decodes, and (sequence, tokens)."""
+        decodes: list[Sequence] = []
+        behind: list[tuple[Sequence, int]] = []
+        for request in self.running:
+            for sequence, length in self.memory.wanted(request):
+                if length == 1 and sequence.num_missing_tokens == 1:
+                    decodes.append(sequence)
+                else:
+                    behind.append((sequence, length))
+        budget = self.max_num_batched_tokens - len(decodes)
+        chunks = []
+        for sequence, length in behind:
+            if budget == 0:
+                break
+            length = min(length, budget)
+            chunks.append((sequence, length))
+            budget -= length
+        return decodes, chunks
+
+    def _push_out(self) -> list[Sequence]:
+        """Preempt what the policy lets the first waiting request push out, until it fits."""
+        pushed_out: list[Sequence] = []
+        while (
+            self.waiting
+            and self.running
+            and self.policy.may_preempt(self.waiting[0], self.running[-1])
+            and not self._fits(self.waiting[0], self.max_num_batched_tokens)
+        ):
+            pushed_out.extend(self._preempt(self.running[-1]))
+        return pushed_out
+
+    def _preempt(self, request: Request) -> list[Sequence]:
+        sequences = self.memory.preempt(request)
+        if request.status is RequestStatus.SWAPPED:
+            self._saved.append(request)
+        self._remove(self.running, request)
+        bisect.insort(self.waiting, request, key=_order)
+        return sequences
+
+    def _forget_kept(self) -> None:
+        """Take the blocks of the finished request that was kept first; it can still be forked, at
+        the price of computing it again."""
+        self.memory.release(self.kept.pop(0).sequences[0])
+
+    def _admit(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> None:
+        """Admit waiting requests and append their first chunks to `chunks`."""
+        budget = self.max_num_batched_tokens - len(decodes) - sum(length for _, length in chunks)
+        # While there is budget left, every running sequence has its whole context in this plan and
+        # its blocks: a chunk that is cut short uses up the budget. So the free blocks are promised
+        # to no one but the sequences that are still to be forked, and the next request would be
+        # the only one that is still behind.
+        while self.waiting and budget > 0:
+            request = self.waiting[0]
+            if request in self._saved:  # its blocks are only on their way out
+                break
+            while self.kept and not self._fits(request, budget):
+                self._forget_kept()
+            if not self._fits(request, budget):
+                break
+            started = self.memory.start(request, budget)
+            if started is None:
+                break
+            if request.status is RequestStatus.WAITING:  # its first time
+                self.prompt_tokens += len(request.prompt_token_ids)
+            chunks.extend(started)
+            budget -= sum(length for _, length in started)
+            del self.waiting[0]
+            self._run(request)
+
+    def _fits(self, request: Request, budget: int) -> bool:
+        if request.num_rows > min(self.num_free_rows, self.block_manager.num_free_slots):
+            return False
+        return self.memory.fits(
+            request,
+            self.running,
+            budget=budget,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            watermark_blocks=self._watermark_blocks,
+        )
+
+    def _run(self, request: Request) -> None:
+        request.status = RequestStatus.RUNNING
+        bisect.insort(self.running, request, key=_order)
+
+    # --- Taking in its result
+
+    def update(
+        self,
+        plan: StepPlan,
+        tokens: Int[np.ndarray, " num_sampled"],
+        candidates: Candidates | None = None,
+    ) -> list[Sequence]:
         """Take in a step's result: the token sampled by each of the plan's first num_sampled rows.
 
         A sequence ends with "stop" at one of its request's stop_token_ids once it has at least
         min_tokens generated tokens, that one included, else with "length" at max_total_tokens; its
-        blocks are then free. Rows of sequences that were finished meanwhile are passed over.
+        blocks are then free. Rows of sequences that were finished meanwhile are passed over. Rows
+        of beams take their tokens from `candidates` instead, which gives a row's
+        `request.beams.num_candidates` best tokens.
 
-        Returns the sequences that got a token, in the order of the plan.
+        Returns the sequences that got a token, in the order of the plan, without beams.
         """
         if len(tokens) != plan.num_sampled:
             raise ValueError(f"tokens must be {plan.num_sampled} token ids, got {len(tokens)}")
         updated = []
-        for sequence, token in zip(plan.sequences, tokens.tolist()):
+        beam_rows: dict[Request, list[int]] = {}
+        for row, (sequence, token) in enumerate(zip(plan.sequences, tokens.tolist())):
             if sequence.finish_reason is not None:
                 continue
+            request = sequence.request
             num_tokens = sequence.num_tokens
+            self.memory.computed(sequence, num_tokens)
+            if request.beams is not None:
+                beam_rows.setdefault(request, []).append(row)
+                continue
             sequence.token_ids[num_tokens] = token
-            sequence.num_computed_tokens = num_tokens
             sequence.num_tokens = num_tokens + 1
             updated.append(sequence)
-            request = sequence.request
             if token in request.stop_token_ids and self._may_stop(sequence):
                 listed = request.sampling_params.stop_token_ids or ()
                 self.finish(sequence, "stop", token if token in listed else None)
@@ -311,18 +417,49 @@ class Scheduler:
         for row in range(plan.num_sampled, len(plan.sequences)):
             sequence = plan.sequences[row]
             if sequence.finish_reason is None:
-                sequence.num_computed_tokens += int(plan.lengths[row])
+                self.memory.computed(
+                    sequence, sequence.num_computed_tokens + int(plan.lengths[row])
+                )
         self.generated_tokens += len(updated)
+        for request, rows in beam_rows.items():
+            assert candidates is not None, "beams need candidates"
+            self._advance_beams(request, {plan.sequences[row]: candidates(row) for row in rows})
         return updated
+
+    def _advance_beams(
+        self, request: Request, candidates: dict[Sequence, tuple[np.ndarray, np.ndarray]]
+    ) -> None:
+        """Go on with the beams that the request's search chooses among their candidates."""
+        assert request.beams is not None
+        token_ids, logprobs = zip(*(candidates[s] for s in request.sequences), strict=True)
+        step = request.beams.advance(np.stack(token_ids), np.stack(logprobs))
+        self.generated_tokens += len(step.token_ids)
+        if step.done:
+            for sequence in request.unfinished:
+                self.finish(sequence, "stop")
+        else:
+            self.memory.replace_beams(request, step)
 
     def abandon(self) -> None:
         """Take back the last plan instead of updating it, because its step failed.
 
-        What the KV pool holds now cannot be trusted, so all running requests go back to the
-        waiting queue without memory, as if preempted (and not counted as such).
+        What the KV pool holds now cannot be trusted, nor what the step was to save, so all running
+        requests go back to the waiting queue without memory, as if preempted to be computed again
+        (and not counted as such), and the cache and kept blocks are forgotten.
         """
+        while self.kept:
+            self._forget_kept()
         while self.running:
-            self._preempt(self.running[-1])
+            request = self.running.pop()
+            self.memory.forget(request)
+            bisect.insort(self.waiting, request, key=_order)
+        for request in self._saved:
+            if request.swapped is not None:
+                self.memory.forget(request)
+        self._saved = []
+        self.memory.take_placed()
+        self.memory.take_moves()
+        self.block_manager.reset_prefix_cache()
 
     @staticmethod
     def _may_stop(sequence: Sequence) -> bool:
@@ -339,54 +476,25 @@ class Scheduler:
         sequence.stop_reason = stop_reason
         if already_finished:
             return
-        if sequence.slot >= 0:
-            self.block_manager.free(sequence.slot)
-            sequence.slot = -1
         request = sequence.request
-        if all(s.finish_reason is not None for s in request.sequences):
-            queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
-            self._remove(queue, request)
+        if not request.keep:
+            self.memory.release(sequence)
+        if request.unfinished:
+            return
+        self._remove(
+            self.running if request.status is RequestStatus.RUNNING else self.waiting, request
+        )
+        if request.swapped is not None:
+            self.block_manager.drop_swapped(request.swapped)
+            request.swapped = None
+        if request.keep:
+            request.status = RequestStatus.KEPT
+            if sequence.slot >= 0:
+                self.kept.append(request)
+        else:
             request.status = RequestStatus.FINISHED
             del self._requests[request.request_id]
 
     @staticmethod
     def _remove(queue: list[Request], request: Request) -> None:
-        del queue[bisect.bisect_left(queue, request.arrival_order, key=_arrival_order)]
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless queues, requests and memory agree; between steps only.
-
-        Holds between `update` and `schedule`: each running sequence's row holds exactly its
-        computed tokens, waiting ones hold nothing, both queues are in order of arrival, and every
-        unfinished request is in one of them.
-        """
-        manager = self.block_manager
-        manager.check_integrity()
-        slots = []
-        for request in self.running:
-            _expect(request.status is RequestStatus.RUNNING, request, request.status)
-            for s in request.sequences:
-                _expect(s.slot >= 0, request, "runs without a slot")
-                held = int(manager.num_tokens[s.slot])
-                _expect(held == s.num_computed_tokens, request, (held, s.num_computed_tokens))
-                _expect(s.num_computed_tokens < s.num_tokens, request, "has nothing to compute")
-                slots.append(s.slot)
-        if sorted(slots) != np.flatnonzero(manager.num_tokens).tolist():
-            raise AssertionError(f"running sequences hold slots {sorted(slots)}")
-        for request in self.waiting:
-            waits = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            _expect(waits, request, request.status)
-            for s in request.sequences:
-                _expect(s.slot < 0, request, "waits with a slot")
-                _expect(s.num_computed_tokens == 0, request, "waits with computed tokens")
-        for queue in (self.waiting, self.running):
-            if queue != sorted(queue, key=_arrival_order):
-                raise AssertionError("a queue is out of order")
-        queued = [r.request_id for r in self.waiting + self.running]
-        if sorted(queued) != sorted(self._requests):
-            raise AssertionError(f"queued {sorted(queued)}, unfinished {sorted(self._requests)}")
-
-
-def _expect(condition: bool, request: Request, found: object) -> None:
-    if not condition:
-        raise AssertionError(f"request {request.request_id!r}: {found}")
+        del queue[bisect.bisect_left(queue, request.order, key=_order)]

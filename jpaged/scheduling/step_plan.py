@@ -10,6 +10,26 @@ from jaxtyping import Int32
 from jpaged.scheduling.request import Sequence
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Moves:
+    """Blocks to move before a step computes; executed in the order of the fields, so that no block
+    is overwritten before it was read.
+
+    Attributes:
+        swapped_out: pairs (block of the KV pool, block of the swap space) to save.
+        copied: pairs (source, destination) of the KV pool: copy-on-write. All sources are read
+            before any destination is written.
+        swapped_in: pairs (block of the swap space, block of the KV pool) to bring back.
+    """
+
+    swapped_out: Int32[np.ndarray, "2 m"]
+    copied: Int32[np.ndarray, "2 c"]
+    swapped_in: Int32[np.ndarray, "2 n"]
+
+    def __bool__(self) -> bool:
+        return bool(self.swapped_out.size or self.copied.size or self.swapped_in.size)
+
+
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class StepPlan:
     """What one step computes: for each row, `lengths` tokens of a sequence from token `starts` on.
@@ -25,8 +45,9 @@ class StepPlan:
         lengths: int32 [rows], tokens to compute (>= 1): the query lengths.
         num_sampled: how many of the first rows sample a token.
         num_tokens: the sum of `lengths`.
-        admitted: sequences that were given their slot for this step.
+        admitted: sequences that were given a slot since the last plan.
         preempted: sequences that lost slot and blocks to make room for this step.
+        moves: blocks to move first.
     """
 
     sequences: list[Sequence]
@@ -37,3 +58,39 @@ class StepPlan:
     num_tokens: int
     admitted: list[Sequence]
     preempted: list[Sequence]
+    moves: Moves
+
+
+def make_plan(
+    decodes: list[Sequence],
+    chunks: list[tuple[Sequence, int]],
+    *,
+    admitted: list[Sequence],
+    preempted: list[Sequence],
+    moves: Moves,
+) -> StepPlan:
+    """The plan that computes one token of each of `decodes`, and (sequence, tokens) of `chunks`."""
+    sequences = list(decodes)
+    lengths = [1] * len(decodes)
+    unfinished = []  # chunks that end before the last known token
+    for sequence, length in chunks:
+        if length == sequence.num_missing_tokens:
+            sequences.append(sequence)
+            lengths.append(length)
+        else:
+            unfinished.append((sequence, length))
+    num_sampled = len(sequences)
+    for sequence, length in unfinished:
+        sequences.append(sequence)
+        lengths.append(length)
+    return StepPlan(
+        sequences=sequences,
+        slots=np.fromiter((s.slot for s in sequences), np.int32, len(sequences)),
+        starts=np.fromiter((s.num_computed_tokens for s in sequences), np.int32, len(sequences)),
+        lengths=np.array(lengths, np.int32),
+        num_sampled=num_sampled,
+        num_tokens=sum(lengths),
+        admitted=admitted,
+        preempted=preempted,
+        moves=moves,
+    )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged.scheduling import Request, Scheduler, StepPlan
+from jpaged.scheduling.integrity import check_integrity
 
 
 def _make_request(
@@ -26,7 +27,13 @@ def _make_request(
         str(number),
         number,
         [_token(number, position) for position in range(prompt)],
-        types.SimpleNamespace(min_tokens=min_tokens, stop_token_ids=stop_token_ids or None),
+        types.SimpleNamespace(
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids or None,
+            priority=0,
+            cache_salt=None,
+            prompt_logprobs=None,
+        ),
         stop_token_ids=frozenset(stop_token_ids + eos),
         max_total_tokens=prompt + output,
         arrival_time=arrival_time,
@@ -77,7 +84,7 @@ class ServingLoop:
             self.computed[sequence] += length
         for sequence in sampled:
             self.sampled_since_admission[sequence] += 1
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
         return plan
 
     def run(self, max_steps: int = 20_000) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jpaged.scheduling import RequestStatus, Scheduler
+from jpaged.scheduling.integrity import check_integrity
 
 
 def rows(plan):
@@ -38,7 +39,7 @@ def test_one_request_from_prompt_to_end(serving_loop, make_request):
     scheduler = loop.scheduler
     assert not scheduler.has_unfinished
     assert (scheduler.steps, scheduler.prompt_tokens, scheduler.generated_tokens) == (3, 5, 3)
-    assert (scheduler.scheduled_tokens, scheduler.preemptions_recompute) == (7, 0)
+    assert (scheduler.scheduled_tokens, scheduler.memory.preemptions_recompute) == (7, 0)
     assert scheduler.slots_used_share == pytest.approx((5 / 8 + 6 / 8 + 7 / 8) / 3)
 
 
@@ -127,7 +128,7 @@ def test_the_watermark_does_not_lock_out_a_request_that_needs_the_entire_pool(
     assert loop.manager.num_free_blocks == 0
     loop.run()
     assert request.sequences[0].num_output_tokens == 3
-    assert loop.scheduler.preemptions_recompute == 0
+    assert loop.scheduler.memory.preemptions_recompute == 0
 
 
 def test_what_never_fits_is_refused(serving_loop, make_request):
@@ -264,7 +265,7 @@ def test_finish_ends_a_running_sequence_or_overrides_the_reason(serving_loop, ma
         assert request.finished
         assert request.sequences[0].finish_reason == "stop"
         assert request.sequences[0].stop_reason == "\n\n"
-    loop.scheduler.check_integrity()
+    check_integrity(loop.scheduler)
     assert loop.manager.num_used_blocks == 0
 
 
@@ -285,13 +286,13 @@ def test_an_abandoned_plan_is_computed_again(serving_loop, make_request):
     loop.scheduler.schedule()
     loop.scheduler.abort("0")  # as a caller may whose loop was interrupted
     loop.scheduler.abandon()
-    loop.scheduler.check_integrity()
+    check_integrity(loop.scheduler)
     assert loop.manager.num_used_blocks == 0
     assert [r.number for r in loop.scheduler.waiting] == [1, 2]
     loop.computed.clear()
     loop.run()
     assert [r.sequences[0].num_output_tokens for r in requests] == [1, 5, 5]
-    assert loop.scheduler.preemptions_recompute == 0
+    assert loop.scheduler.memory.preemptions_recompute == 0
 
 
 @pytest.mark.parametrize("state", ["waiting", "mid-chunk", "in flight", "running", "preempted"])
@@ -313,7 +314,7 @@ def test_abort_gives_back_every_block(serving_loop, make_request, state):
         assert loop.scheduler.abort("1")
     assert second.finished
     assert second.sequences[0].finish_reason == "abort"
-    loop.scheduler.check_integrity()
+    check_integrity(loop.scheduler)
     held = loop.manager.blocks_for(first.sequences[0].num_computed_tokens)
     assert loop.manager.num_used_blocks == held
     assert not loop.scheduler.abort("1")
@@ -351,7 +352,7 @@ def test_a_request_comes_back_only_when_its_whole_context_fits(serving_loop, mak
     assert all(free < needed for free in free_blocks[:-1])
     assert free_blocks[-1] >= needed
     loop.run()
-    assert loop.scheduler.preemptions_recompute == 1
+    assert loop.scheduler.memory.preemptions_recompute == 1
 
 
 def test_an_admitted_prompt_is_computed_before_others_need_its_blocks(serving_loop, make_request):
@@ -377,7 +378,7 @@ def test_the_look_ahead_knows_who_is_about_to_end(serving_loop, make_request):
     loop.add(make_request(2, 27, 2))
     assert numbers(loop.step().admitted) == [2]
     loop.run()
-    assert loop.scheduler.preemptions_recompute == 0
+    assert loop.scheduler.memory.preemptions_recompute == 0
 
 
 def test_a_sequence_that_drops_out_of_the_plan_leaves_no_blocks(serving_loop, make_request):
@@ -406,14 +407,14 @@ def test_blocks_of_one_token(serving_loop, make_request):
     loop.add(*(make_request(i, 5, 9) for i in range(4)))
     loop.run()
     assert loop.scheduler.slots_used_share == 1.0
-    assert loop.scheduler.preemptions_recompute > 0
+    assert loop.scheduler.memory.preemptions_recompute > 0
 
 
 def test_a_pool_that_is_exactly_full_preempts_nobody(serving_loop, make_request):
     loop = serving_loop(num_blocks=6, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
     loop.add(*(make_request(i, 5, 4) for i in range(3)))  # 8 slots each, to the last
     loop.run()
-    assert loop.scheduler.preemptions_recompute == 0
+    assert loop.scheduler.memory.preemptions_recompute == 0
     assert max(len(plan.sequences) for plan in loop.plans) == 3
 
 

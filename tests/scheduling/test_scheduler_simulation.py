@@ -7,6 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jpaged.scheduling.integrity import check_integrity
+
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
@@ -81,7 +83,7 @@ def serve(serving_loop, make_request, config, load):
                 loop.scheduler.abort(request_id)
 
         abort(None, now)
-        loop.scheduler.check_integrity()
+        check_integrity(loop.scheduler)
         if loop.scheduler.has_unfinished:
             loop.step(between=abort)
         step += 1
@@ -108,7 +110,7 @@ def check_ends(loop, accepted):
     assert (manager.num_used_blocks, manager.num_free_slots) == (0, len(manager.tables))
     assert scheduler.steps == len(loop.plans)
     assert scheduler.scheduled_tokens == sum(plan.num_tokens for plan in loop.plans)
-    assert scheduler.preemptions_recompute == sum(len(plan.preempted) for plan in loop.plans)
+    assert scheduler.memory.preemptions_recompute == sum(len(plan.preempted) for plan in loop.plans)
     generated = sum(request.sequences[0].num_output_tokens for _, request in accepted)
     assert scheduler.generated_tokens == generated
 
@@ -152,4 +154,4 @@ def test_a_pool_far_too_small(serving_loop, make_request, block_size, budget):
     check_ends(loop, accepted)
     assert len(accepted) == 60
     if budget > 1:  # else nothing runs beside another
-        assert loop.scheduler.preemptions_recompute > 5
+        assert loop.scheduler.memory.preemptions_recompute > 5
