@@ -24,12 +24,17 @@ class EngineConfig:
         num_blocks: blocks in the KV pool (>= 1); None sizes the pool from the memory there is.
         gpu_memory_utilization: share of a GPU's memory for weights, temporaries and the pool
             together when num_blocks is None, in (0, 1].
-        swap_space_gib: GiB of host memory for swapped-out blocks (not built yet, so only 0).
+        swap_space_gib: GiB of host memory for blocks of preempted requests (>= 0); reserved, and
+            taken from the system as it is used.
         max_num_seqs: most sequences in a step (>= 1).
         max_num_batched_tokens: most tokens in a step, of decodes and prompt chunks together (>= 1).
-        enable_prefix_caching: share blocks of equal prefixes (not built yet, so only False).
-        preemption_mode: "recompute" ("swap" and "auto" are not built yet).
-        scheduling_policy: "fcfs" ("priority" is not built yet).
+        enable_prefix_caching: keep full blocks of tokens and share them among requests that begin
+            with the same tokens (and the same cache_salt).
+        preemption_mode: how a preempted request comes back: "recompute" (its tokens are computed
+            again), "swap" (its blocks are saved to the swap space, where that has room) or "auto"
+            (what is cheaper by measured rates).
+        scheduling_policy: "fcfs" (in order of arrival) or "priority" (lower `priority` first; who
+            waits grows more urgent).
         tensor_parallel_size: devices that share a model (>= 1; more than one is not built yet).
         attention_backend: "auto", "xla", "triton", "mosaic" or "reference" (`pallas_kernels` says
             what each is). "auto" takes the fastest that the device and the model allow; one asked
@@ -48,11 +53,11 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
-    swap_space_gib: float = 0.0
+    swap_space_gib: float = 4.0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    enable_prefix_caching: bool = False
-    preemption_mode: str = "recompute"
+    enable_prefix_caching: bool = True
+    preemption_mode: str = "auto"
     scheduling_policy: str = "fcfs"
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
@@ -69,6 +74,8 @@ class EngineConfig:
                 f"num_blocks must be at most {MAX_SLOTS // self.block_size} with block_size="
                 f"{self.block_size} (slots are numbered in int32), got {self.num_blocks}"
             )
+        if self.preemption_mode == "swap" and not self.swap_space_gib:
+            raise ValueError("preemption_mode='swap' needs swap_space_gib > 0, got 0")
         self._refuse_what_is_not_built()
 
     def _checked(self) -> dict[str, Any]:
@@ -110,19 +117,14 @@ class EngineConfig:
 
     def _refuse_what_is_not_built(self) -> None:
         unbuilt = {
-            "swap_space_gib": (self.swap_space_gib > 0, "swapping"),
-            "enable_prefix_caching": (self.enable_prefix_caching, "prefix caching"),
-            "preemption_mode": (self.preemption_mode != "recompute", "swapping"),
-            "scheduling_policy": (self.scheduling_policy != "fcfs", "priorities"),
             "tensor_parallel_size": (self.tensor_parallel_size > 1, "tensor parallelism"),
             "overlap": (self.overlap, "overlapped scheduling"),
             "batch_invariant": (self.batch_invariant, "batch invariance"),
         }
         for name, (asked, feature) in unbuilt.items():
             if asked:
-                verb = "are" if feature == "priorities" else "is"
                 raise NotImplementedError(
-                    f"{name}={getattr(self, name)!r} asks for {feature}, which {verb} not built yet"
+                    f"{name}={getattr(self, name)!r} asks for {feature}, which is not built yet"
                 )
 
 

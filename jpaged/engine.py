@@ -30,6 +30,7 @@ from jpaged.runner.buckets import make_buckets, table_width
 from jpaged.runner.compilations import CompilationCounter
 from jpaged.runner.kv_pool import log_pool
 from jpaged.runner.model_runner import ModelRunner, StepResult
+from jpaged.runner.preemption_costs import PreemptionCosts
 from jpaged.sampling_params import MAX_SEED, SamplingParams
 from jpaged.scheduling import POLICIES, BeamSearch, Request, Scheduler, Sequence
 from jpaged.stats import EngineStats
@@ -123,6 +124,7 @@ class Engine:
             num_blocks=config.num_blocks,
             num_slots=min(config.max_num_seqs, config.max_num_batched_tokens),
             gpu_memory_utilization=config.gpu_memory_utilization,
+            swap_space_gib=0.0 if config.preemption_mode == "recompute" else config.swap_space_gib,
             backend=config.attention_backend,
         )
         log_pool(
@@ -137,7 +139,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            num_swap_blocks=self.runner.num_swap_blocks,
+            num_swap_blocks=self.runner.swap_pool.num_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=POLICIES[config.scheduling_policy](),
             prefers_swap=self._prefers_swap,
@@ -155,13 +157,24 @@ class Engine:
         self._pending_outputs: list[RequestOutput] = []  # for the next `step` to return
         self._requests_added = 0
         self._warmup_seconds = 0.0
+        self._costs: PreemptionCosts | None = None  # measured by `warmup`
         self._compilations = CompilationCounter()
 
     def warmup(self, *, progress: bool = True) -> float:
         """Compiles every bucket, with a progress bar on standard error; returns the seconds."""
         self._warmup_seconds = self.runner.compile(progress=progress)
+        if self.config.preemption_mode == "auto" and self.runner.swap_pool.num_blocks:
+            self._costs = PreemptionCosts(self.runner.measure_link())
         logger.info("compiled %d buckets in %.1f s", len(self.runner.buckets), self._warmup_seconds)
         return self._warmup_seconds
+
+    def _prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether a preempted request's blocks are saved rather than its tokens computed again."""
+        if self._costs is None:
+            return self.config.preemption_mode == "swap"
+        return self._costs.prefers_swap(
+            num_blocks * self.runner.bytes_per_swapped_block, num_tokens
+        )
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for, over SamplingParams' defaults.
@@ -424,10 +437,13 @@ class Engine:
     def _compute_step(self) -> None:
         try:
             plan = self.scheduler.schedule()
+            began = time.perf_counter()
             result = self._executor.execute(plan, self._tracked)
             if result is None:
                 return
             tokens = result.tokens(plan.num_sampled)
+            if self._costs is not None and plan.num_tokens >= 2 * len(plan.sequences):
+                self._costs.observe_prefill(plan.num_tokens, time.perf_counter() - began)
         except BaseException:
             # A failing device: what was planned was not computed for certain. The running requests
             # lose their memory but no token, and go on with the next step.
@@ -484,7 +500,7 @@ class Engine:
             slots_used_share=scheduler.slots_used_share,
             preemptions_recompute=scheduler.memory.preemptions_recompute,
             preemptions_swap=scheduler.memory.preemptions_swap,
-            swapped_out_bytes=self.runner.swapped_out_bytes,
+            swapped_out_bytes=self.runner.swap_pool.swapped_out_bytes,
             copy_on_write_blocks=manager.copy_on_write_blocks,
             prefix_cached_tokens=scheduler.memory.prefix_cached_tokens,
             prompt_tokens=scheduler.prompt_tokens,

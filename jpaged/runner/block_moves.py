@@ -20,23 +20,24 @@ import pallas_kernels
 # (KV pool [L, N, 2, K, B, D], token pool int32 [N, B]), as allocated by kv_pool.allocate_pool.
 Pools = tuple[Shaped[Array, "L N 2 K B D"], Int[Array, "N B"]]
 
-# A call holds its blocks in memory of its own, which it takes afresh. Up to this size a C allocator
-# hands out memory that was in use before (glibc: below 32 MiB); above it every page is faulted in
-# anew, which makes a gather 20 times as slow (47 MB: 44 ms, 24 MB: 1.3 ms). For a GPU's
-# link it is long enough to be at full speed.
-_CALL_BYTES = 16 * 2**20
+# What a call moves at most. It holds these blocks in memory of its own. When that is much, a CPU's
+# allocator takes it from the system anew each time: a gather of 47 MB at once spends 44 ms, most of
+# it on page faults, one of 6 MB 0.2 ms. A GPU's link needs longer calls to be at full speed.
+_CPU_CALL_BYTES = 4 * 2**20
+_GPU_CALL_BYTES = 16 * 2**20
 _MOST_BLOCKS = 512
-# Copy-on-write mostly moves a block or two; every padded one costs the read of a block.
+# Copy-on-write mostly moves a block or two, and each padded one costs the read of a block.
 _SHORT_LENGTHS = (8, 64)
 
 
-def list_lengths(bytes_per_block: int, num_blocks: int) -> tuple[int, ...]:
+def list_lengths(bytes_per_block: int, num_blocks: int, platform: str) -> tuple[int, ...]:
     """The lengths that lists of blocks are padded to, ascending.
 
     The longest is what a call may hold and the pool (of num_blocks blocks) has; shorter ones are
     there where they spare at least half of the padding.
     """
-    longest = max(1, min(_MOST_BLOCKS, _CALL_BYTES // bytes_per_block, num_blocks))
+    call_bytes = _CPU_CALL_BYTES if platform == "cpu" else _GPU_CALL_BYTES
+    longest = max(1, min(_MOST_BLOCKS, call_bytes // bytes_per_block, num_blocks))
     return (*(length for length in _SHORT_LENGTHS if 2 * length <= longest), longest)
 
 
@@ -134,7 +135,7 @@ class BlockMoves:
         self.block_size = B
         self.dtype = jnp.dtype(dtype)
         self.bytes_per_block = L * 2 * K * B * D * self.dtype.itemsize + 4 * B
-        self.lengths = lengths or list_lengths(self.bytes_per_block, N)
+        self.lengths = lengths or list_lengths(self.bytes_per_block, N, device.platform)
         self.programs: dict[tuple[str, int], jax.stages.Compiled] = {}
         self._pool_shape = pool_shape
         self._device = device

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from jpaged.runner.batch import PARAMETERS, buffer_size, unpack
+from jpaged.runner.block_moves import BlockMoves
 from jpaged.runner.buckets import Bucket
 from jpaged.runner.compilations import compiler_options
 from jpaged.runner.kv_pool import (
@@ -33,6 +34,7 @@ from jpaged.runner.sampler import (
     log_probabilities,
     sample_rows,
 )
+from jpaged.runner.swap_pool import SwapPool, measure_link, swap_blocks_in
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +247,7 @@ class ModelRunner:
         num_blocks: int | None,
         num_slots: int,
         gpu_memory_utilization: float,
+        swap_space_gib: float,
         backend: str,
     ) -> None:
         """Allocates the pools; `compile` then makes the programs.
@@ -252,6 +255,7 @@ class ModelRunner:
         graphdef, params  of the model, by `nnx.split`
         num_slots         rows of the bias table: most requests running at once
         num_blocks        blocks in the pool; None takes what memory allows (kv_pool.py)
+        swap_space_gib    host memory for blocks of preempted requests; 0 for none
 
         Raises ValueError if memory leaves no room for a pool.
         """
@@ -290,6 +294,48 @@ class ModelRunner:
             num_blocks = blocks_in(available, self.bytes_per_block + token_bytes, block_size)
         self.num_blocks = num_blocks
         self._kv_pool, self._token_pool = self._new_pools()
+        self._moves = BlockMoves(
+            self._kv_pool.shape,
+            self._pool_dtype,
+            device=self.device,
+            backend=backend,
+            swapping=swap_space_gib > 0,
+        )
+        self.swap_pool = SwapPool(
+            swap_blocks_in(swap_space_gib, self._moves.bytes_per_block), self._moves
+        )
+
+    @property
+    def bytes_per_swapped_block(self) -> int:
+        """Of keys, values and token ids."""
+        return self._moves.bytes_per_block
+
+    def measure_link(self) -> float:
+        """Bytes a second to host memory or back, measured with the (idle) pools."""
+        pools = self._kv_pool, self._token_pool
+        (self._kv_pool, self._token_pool), rate = measure_link(self._moves, pools)
+        return rate
+
+    def move_blocks(
+        self,
+        swapped_out: Int[np.ndarray, "2 m"],
+        copied: Int[np.ndarray, "2 c"],
+        swapped_in: Int[np.ndarray, "2 n"],
+    ) -> None:
+        """Move blocks before a step, in this order.
+
+        swapped_out  pairs (block of the pool, block of host memory) to save
+        copied       pairs (source, destination) of the pool
+        swapped_in   pairs (block of host memory, block of the pool) to bring back
+        """
+        if swapped_out.size:
+            self.swap_pool.swap_out((self._kv_pool, self._token_pool), *swapped_out)
+        if copied.size:
+            pools = self._kv_pool, self._token_pool
+            self._kv_pool, self._token_pool = self._moves.copy(pools, *copied)
+        if swapped_in.size:
+            pools = self._kv_pool, self._token_pool
+            self._kv_pool, self._token_pool = self.swap_pool.swap_in(pools, *swapped_in)
 
     def _new_pools(self) -> tuple[Array, Array]:
         L, K, D = self._pool_shape
@@ -403,6 +449,9 @@ class ModelRunner:
             ThreadPoolExecutor(threads) as pool,
             tqdm(desc="Compiling", unit="program", disable=not progress) as bar,
         ):
+            for move in self._moves.keys():
+                job = pool.submit(self._moves.compile_program, *move)
+                jobs[job] = self._moves.programs, move
             for key in sorted({(self._sampling_rows(b), b.blocks) for b in self.buckets}):
                 jobs[pool.submit(self._compile_sample, *key, self.num_blocks)] = self._sample, key
             for bucket in reversed(self.buckets):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 import time
 
 import jax
@@ -12,8 +12,8 @@ from jaxtyping import Array, Int
 from jpaged.runner.block_moves import BlockMoves, Pools, check_blocks
 
 _GIB = 2**30
-_MEASURED_CALLS = 2  # two, since the copies of one call overlap with the next one's work
-_ROUNDS = 4
+_MEASURED_CALLS = 8  # several, since a call overlaps with the host's work for the one before
+_MEASURED_ROUNDS = 3
 
 
 def swap_blocks_in(swap_space_gib: float, bytes_per_block: int) -> int:
@@ -90,7 +90,7 @@ class SwapPool:
     ) -> Pools:
         """The pools with rows of the store in device blocks; returns without waiting for them.
 
-        The rows may be written to again at once. The pools are donated.
+        The rows are free again at once. The pools are donated.
 
         Raises:
             ValueError: As `swap_out`; the pools are as before.
@@ -121,17 +121,18 @@ class SwapPool:
 def measure_link(moves: BlockMoves, pools: Pools) -> tuple[Pools, float]:
     """The pools, unchanged, and the bytes a second at which blocks go to the host or come back.
 
-    Sends the pool's first blocks out and back again a few times, into memory of its own, and takes
-    the fastest: host copies, transfers, and the programs on the device included.
+    Sends the pool's first blocks out and back again, into memory of its own: host copies, transfers
+    and the programs on the device count, the first touch of host memory does not. The median of a
+    few rounds.
     """
     count = min(_MEASURED_CALLS * moves.lengths[-1], moves.num_blocks)
     store = SwapPool(count, moves)
     ids = np.arange(count, dtype=np.int32)
-    best = math.inf
-    for _ in range(_ROUNDS):
+    seconds = []
+    for _ in range(1 + _MEASURED_ROUNDS):
         began = time.perf_counter()
         store.swap_out(pools, ids, ids)
         pools = store.swap_in(pools, ids, ids)
         jax.block_until_ready(pools)
-        best = min(best, time.perf_counter() - began)
-    return pools, 2 * count * moves.bytes_per_block / best
+        seconds.append(time.perf_counter() - began)
+    return pools, 2 * count * moves.bytes_per_block / statistics.median(seconds[1:])
