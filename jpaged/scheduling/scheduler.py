@@ -149,8 +149,9 @@ class Scheduler:
 
     @property
     def num_free_rows(self) -> int:
-        """Rows of the block tables that no running request may need."""
-        return len(self.block_manager.tables) - sum(r.num_rows for r in self.running)
+        """Rows of the block tables that no running request may need, and no kept one has."""
+        needed = sum(request.num_rows for request in self.running)
+        return len(self.block_manager.tables) - needed - len(self.kept)
 
     def check_fits(self, prompt_len: int, max_total_tokens: int, num_sequences: int = 1) -> None:
         """Raise ValueError if a request of num_sequences sequences, each of up to max_total_tokens
@@ -218,8 +219,7 @@ class Scheduler:
                     del self._requests[registered.request_id]
                 raise
         (source,) = parent.sequences
-        manager = self.block_manager
-        if source.slot < 0 or min(self.num_free_rows, manager.num_free_slots) < len(children):
+        if source.slot < 0 or self.num_free_rows < len(children):
             for child in children:
                 bisect.insort(self.waiting, child, key=_order)
             return
@@ -361,7 +361,7 @@ class Scheduler:
             self._run(request)
 
     def _fits(self, request: Request, budget: int) -> bool:
-        if request.num_rows > min(self.num_free_rows, self.block_manager.num_free_slots):
+        if request.num_rows > self.num_free_rows:
             return False
         return self.memory.fits(
             request,

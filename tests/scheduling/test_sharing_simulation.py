@@ -1,0 +1,250 @@
+"""Random loads of everything at once, on pools of tokens: several samples, beams, forks, kept
+requests, priorities, prefix caching, swap and recompute. Whatever happens, each sequence reads its
+own tokens, and ends with those that it would have had alone."""
+
+from __future__ import annotations
+
+import types
+import zlib
+
+import numpy as np
+import pytest
+
+from jpaged.scheduling import POLICIES, BeamSearch, Request, RequestStatus, Scheduler
+from jpaged.scheduling.integrity import check_integrity
+
+VOCAB = 40
+EOS = 7
+
+
+def next_token(context: np.ndarray, sample: int) -> int:
+    """What a sequence of these tokens is followed by; a model that looks at everything."""
+    return zlib.crc32(np.asarray(context, np.int32).tobytes(), sample) % VOCAB
+
+
+def best_tokens(context: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `count` most likely tokens after these, and their log-probabilities."""
+    seed = zlib.crc32(np.asarray(context, np.int32).tobytes())
+    logits = np.random.default_rng(seed).standard_normal(VOCAB).astype(np.float32)
+    logprobs = logits - np.log(np.exp(logits).sum())
+    best = np.argsort(-logprobs, kind="stable")[:count]
+    return best.astype(np.int32), logprobs[best].astype(np.float32)
+
+
+def expected_sample(request: Request, index: int) -> list[int]:
+    tokens = list(request.prompt_token_ids)
+    while len(tokens) < request.max_total_tokens:
+        tokens.append(next_token(np.array(tokens), index))
+        if tokens[-1] in request.stop_token_ids:
+            break
+    return tokens
+
+
+def expected_hypotheses(request: Request) -> list[list[int]]:
+    search = make_search(request.beams.width, request.max_total_tokens, request.prompt_token_ids)
+    beams = [list(request.prompt_token_ids)]
+    while not search.done:
+        found = [best_tokens(np.array(beam), search.num_candidates) for beam in beams]
+        step = search.advance(np.stack([f[0] for f in found]), np.stack([f[1] for f in found]))
+        beams = [
+            [*beams[parent], token]
+            for parent, token in zip(step.parents.tolist(), step.token_ids.tolist())
+        ]
+    return [hypothesis.token_ids.tolist() for hypothesis in search.best()]
+
+
+def make_search(width: int, max_total_tokens: int, prompt: list[int]) -> BeamSearch:
+    return BeamSearch(width, eos_token_ids=[EOS], max_new_tokens=max_total_tokens - len(prompt))
+
+
+class World:
+    """Drives a scheduler as the engine does; the device's and the host's memory hold tokens."""
+
+    def __init__(self, rng: np.random.Generator, **config) -> None:
+        self.rng = rng
+        config = {"max_model_len": 100, "watermark": 0.0, "num_swap_blocks": 0, **config}
+        swaps = config.pop("swaps")
+        config["prefers_swap"] = lambda num_blocks, num_tokens: bool(rng.random() < swaps)
+        config["policy"] = POLICIES[config.pop("policy")]()
+        self.scheduler = Scheduler(**config)
+        self.manager = self.scheduler.block_manager
+        size = config["block_size"]
+        self.size = size
+        self.device = np.full((config["num_blocks"], size), -1)
+        self.host = np.full((config["num_swap_blocks"], size), -1)
+        self.requests: list[Request] = []
+        self.aborted: set[Request] = set()
+        self.number = 0
+
+    def new_request(self, prompt, *, output, arrival_time, kind="one", **extra) -> Request:
+        params = types.SimpleNamespace(
+            min_tokens=0,
+            stop_token_ids=None,
+            priority=extra.pop("priority", 0),
+            cache_salt=extra.pop("salt", None),
+            prompt_logprobs=None,
+        )
+        total = len(prompt) + output
+        beams = make_search(extra.pop("width"), total, prompt) if kind == "beams" else None
+        request = Request(
+            str(self.number),
+            self.number,
+            prompt,
+            params,
+            stop_token_ids=frozenset([EOS]),
+            max_total_tokens=total,
+            arrival_time=arrival_time,
+            num_sequences=extra.pop("n", 1),
+            beams=beams,
+            **extra,
+        )
+        self.number += 1
+        self.requests.append(request)
+        return request
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        moves = plan.moves
+        self.host[moves.swapped_out[1]] = self.device[moves.swapped_out[0]]
+        self.device[moves.copied[1]] = self.device[moves.copied[0]].copy()
+        self.device[moves.swapped_in[1]] = self.host[moves.swapped_in[0]]
+        assert len(np.unique(moves.copied[1])) == moves.copied.shape[1]
+        assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert plan.num_tokens == plan.lengths.sum()
+        slots = []
+        for row, sequence in enumerate(plan.sequences):
+            start, end = plan.starts[row], plan.starts[row] + plan.lengths[row]
+            assert start == sequence.num_computed_tokens and end <= sequence.num_tokens
+            assert (row < plan.num_sampled) == (end == sequence.num_tokens)
+            positions = np.arange(end)
+            table = self.manager.tables[plan.slots[row]]
+            blocks, offsets = table[positions // self.size], positions % self.size
+            self.device[blocks[start:], offsets[start:]] = sequence.token_ids[start:end]
+            slots.append((blocks, offsets))
+        for sequence, (blocks, offsets) in zip(plan.sequences, slots, strict=True):
+            read = self.device[blocks, offsets]
+            np.testing.assert_array_equal(read, sequence.token_ids[: len(read)])
+
+        def candidates(row: int):
+            sequence = plan.sequences[row]
+            search = sequence.request.beams
+            return best_tokens(sequence.token_ids[: sequence.num_tokens], search.num_candidates)
+
+        tokens = np.array(
+            [
+                next_token(s.token_ids[: s.num_tokens], s.index)
+                for s in plan.sequences[: plan.num_sampled]
+            ],
+            np.int64,
+        )
+        self.scheduler.update(plan, tokens, candidates)
+        check_integrity(self.scheduler)
+
+    def check_results(self) -> None:
+        for request in self.requests:
+            assert request.finished
+            if request in self.aborted:
+                continue
+            if request.beams is not None:
+                found = [h.token_ids.tolist() for h in request.beams.best()]
+                assert found == expected_hypotheses(request)
+                continue
+            for sequence in request.sequences:
+                tokens = sequence.token_ids[: sequence.num_tokens].tolist()
+                assert tokens == expected_sample(request, sequence.index)
+
+
+def random_prompt(rng, prefixes) -> list[int]:
+    prefix = prefixes[rng.integers(len(prefixes))][: rng.integers(0, 25)]
+    own = rng.integers(8, VOCAB, rng.integers(1, 12)).tolist()
+    return [*prefix, *own]
+
+
+def simulate(seed: int, *, num_requests: int, **config) -> World:
+    rng = np.random.default_rng(seed)
+    world = World(rng, **config)
+    scheduler = world.scheduler
+    prefixes = [rng.integers(8, VOCAB, 24).tolist() for _ in range(2)]
+    time = 0.0
+    while world.number < num_requests or scheduler.has_unfinished:
+        time += 1.0
+        if world.number < num_requests and rng.random() < 0.5:
+            kind = rng.choice(["one", "one", "samples", "beams", "keep"])
+            extra = {"n": int(rng.integers(2, 5))} if kind == "samples" else {}
+            if kind == "beams":
+                extra["width"] = int(rng.integers(1, 4))
+            scheduler.add(
+                world.new_request(
+                    random_prompt(rng, prefixes),
+                    output=int(rng.integers(1, 12)),
+                    arrival_time=time,
+                    kind=kind,
+                    keep=bool(kind == "keep"),
+                    priority=int(rng.integers(-1, 2)),
+                    salt=[None, "a"][rng.integers(2)],
+                    **extra,
+                )
+            )
+        live = [r for r in world.requests if r.status is not RequestStatus.FINISHED]
+        if live and rng.random() < 0.1:
+            victim = live[rng.integers(len(live))]
+            if scheduler.abort(victim.request_id):
+                world.aborted.add(victim)
+            else:
+                assert scheduler.release(victim.request_id)
+            check_integrity(scheduler)
+        parents = [r for r in live if len(r.sequences) == 1 and r.beams is None and r.keep]
+        parents = [r for r in parents if r not in world.aborted and scheduler.get(r.request_id)]
+        if parents and rng.random() < 0.15:
+            parent = parents[rng.integers(len(parents))]
+            source = parent.sequences[0]
+            tokens = source.token_ids[: source.num_tokens].tolist()
+            children = [
+                world.new_request(
+                    tokens, output=3, arrival_time=time, salt=parent.sampling_params.cache_salt
+                )
+                for _ in range(rng.integers(1, 3))
+            ]
+            scheduler.fork(parent.request_id, children)
+            check_integrity(scheduler)
+        if scheduler.has_unfinished:
+            world.step()
+    for request in world.requests:
+        scheduler.release(request.request_id)
+    world.check_results()
+    check_integrity(scheduler)
+    assert world.manager.num_free_blocks == world.manager.num_blocks
+    return world
+
+
+CONFIGS = {
+    "roomy": {"num_blocks": 300, "swaps": 0.0},
+    "tight, recompute": {"num_blocks": 22, "swaps": 0.0},
+    "tight, swap": {"num_blocks": 22, "swaps": 1.0, "num_swap_blocks": 40},
+    "tight, both, priorities": {
+        "num_blocks": 24, "swaps": 0.5, "num_swap_blocks": 15, "policy": "priority",
+    },
+    "tight, cached": {"num_blocks": 24, "swaps": 0.5, "num_swap_blocks": 20, "cache": True},
+    "small chunks, cached, priorities": {
+        "num_blocks": 30, "swaps": 0.3, "num_swap_blocks": 10, "cache": True,
+        "max_num_batched_tokens": 8, "policy": "priority",
+    },
+    "big blocks": {"num_blocks": 16, "block_size": 8, "swaps": 0.5, "num_swap_blocks": 9},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("seed", range(3))
+def test_everything_at_once(name, seed):
+    config = {"block_size": 4, "max_num_seqs": 12, "max_num_batched_tokens": 40} | CONFIGS[name]
+    cache = config.pop("cache", False)
+    config.setdefault("policy", "fcfs")
+    world = simulate(seed, num_requests=60, enable_prefix_caching=cache, **config)
+    memory = world.scheduler.memory
+    if "tight" in name:
+        assert memory.preemptions_recompute + memory.preemptions_swap > 0
+    if cache:
+        assert memory.prefix_cached_tokens > 0
+    if name == "tight, swap":
+        assert memory.preemptions_swap > 0
+    assert world.manager.copy_on_write_blocks > 0
