@@ -38,8 +38,8 @@ DEFAULTS = {
 
 # name: (given, kept)
 ALLOWED = {
-    "n": [(1, 1), (np.int64(1), 1)],
-    "best_of": [(None, None), (1, 1)],
+    "n": [(1, 1), (np.int64(3), 3)],
+    "best_of": [(None, None), (1, 1), (8, 8)],
     "temperature": [(0, 0.0), (0.7, 0.7), (np.float32(0.5), 0.5), (1e6, 1e6)],
     "top_k": [(-1, -1), (0, 0), (1, 1), (10**9, 10**9), (np.int32(7), 7)],
     "top_p": [(1, 1.0), (1e-9, 1e-9), (0.5, 0.5)],
@@ -61,11 +61,11 @@ ALLOWED = {
     "ignore_eos": [(True, True), (False, False), (np.True_, True)],
     "logprobs": [(None, None), (0, 0), (20, 20)],
     "prompt_logprobs": [(None, None), (0, 0), (20, 20)],
-    "beam_width": [(None, None)],
-    "length_penalty": [(1, 1.0)],
-    "early_stopping": [(False, False)],
-    "priority": [(0, 0)],
-    "cache_salt": [(None, None)],
+    "beam_width": [(None, None), (1, 1), (np.int32(6), 6)],
+    "length_penalty": [(1, 1.0), (-0.5, -0.5), (0, 0.0)],
+    "early_stopping": [(False, False), (np.True_, True), ("never", "never")],
+    "priority": [(0, 0), (-7, -7), (2**62, 2**62)],
+    "cache_salt": [(None, None), ("", ""), ("tenant", "tenant")],
 }
 
 OUT_OF_RANGE = {
@@ -112,19 +112,9 @@ WRONG_TYPE = {
     "prompt_logprobs": [1.0, True, "1"],
     "beam_width": [1.0, True],
     "length_penalty": ["1", None, True],
-    "early_stopping": [1, None, "never"],
+    "early_stopping": [1, None, "always"],
     "priority": [1.0, None, True],
     "cache_salt": [3, b"x"],
-}
-
-NOT_BUILT = {
-    "n": [2],
-    "best_of": [2],
-    "beam_width": [1, 4],
-    "length_penalty": [0.5, -1.0],
-    "early_stopping": [True],
-    "priority": [1, -1],
-    "cache_salt": ["", "tenant"],
 }
 
 
@@ -164,10 +154,34 @@ def test_a_wrong_type_is_a_type_error_that_names_it(name, value):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name, value", cases(NOT_BUILT))
-def test_what_is_not_built_is_refused_by_name(name, value):
-    with pytest.raises(NotImplementedError, match=rf"^{name}=.*which (is|are) not built yet$"):
-        SamplingParams(**{name: value})
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("best_of", 4),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {1: 2.0}),
+        ("stop", "END"),
+        ("logprobs", 1),
+    ],
+)
+def test_beam_search_replaces_sampling(name, value):
+    with pytest.raises(ValueError, match=f"^{name} does not go with beam_width, got {name}="):
+        SamplingParams(beam_width=4, **{name: value})
+
+
+def test_a_beam_search_returns_at_most_its_beams():
+    assert SamplingParams(beam_width=4, n=4).num_sequences == 4
+    with pytest.raises(ValueError, match="^n must be at most beam_width=4, got 5$"):
+        SamplingParams(beam_width=4, n=5)
+
+
+def test_sequences_of_a_request():
+    assert SamplingParams().num_sequences == 1
+    assert SamplingParams(n=3).num_sequences == 3
+    assert SamplingParams(n=2, best_of=5).num_sequences == 5
+    assert SamplingParams(beam_width=6).num_sequences == 6
 
 
 def test_the_error_shows_value_and_range():
@@ -181,13 +195,6 @@ def test_the_error_shows_value_and_range():
         ValueError, match=r"^best_of must be None or an int >= n, which is 3, got 2$"
     ):
         SamplingParams(n=3, best_of=2)
-
-
-def test_what_is_wrong_comes_before_what_is_not_built():
-    with pytest.raises(ValueError, match="top_p"):
-        SamplingParams(n=4, top_p=2.0)
-    with pytest.raises(TypeError, match="cache_salt"):
-        SamplingParams(beam_width=2, cache_salt=7)
 
 
 def test_a_long_value_is_cut_short_in_the_error():
