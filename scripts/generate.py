@@ -231,8 +231,9 @@ def write(outputs: Iterator[RequestOutput], path: str | None, *, as_json: bool) 
     first = next(outputs)
     with open_output(path) as file:
         for output in itertools.chain([first], outputs):
-            line = output_line(output) if as_json else output.outputs[0].text
-            print(line, file=file, flush=True)
+            texts = [completion.text for completion in output.outputs]
+            for line in [output_line(output)] if as_json else texts:
+                print(line, file=file, flush=True)
 
 
 def print_stats(llm: LLM, seconds: float) -> None:
