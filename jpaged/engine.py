@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sized
 from functools import partial
 from typing import Any
@@ -88,6 +88,7 @@ class Engine:
         vocab_size: token ids are 0 .. vocab_size - 1.
         max_model_len: most tokens of a sequence, prompt and generated together.
         scheduler, runner: the two halves; for reading.
+        after_step: called, without arguments, at the end of every step that computed something.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
@@ -151,6 +152,7 @@ class Engine:
             max_model_len=self.max_model_len,
             has_tokenizer=self.tokenizer is not None,
         )
+        self.after_step: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._tracked: dict[str, RequestState] = {}  # the unfinished requests
         self._kept: dict[str, RequestState] = {}  # finished ones that can be forked
@@ -421,6 +423,8 @@ class Engine:
                 # tokens noted down in it, and a half of that would be worse than a late answer.
                 with deferred_interrupt(), self._compilations:
                     self._compute_step()
+                    for call in self.after_step:
+                        call()
             outputs, self._pending_outputs = self._pending_outputs, []
             return outputs
 

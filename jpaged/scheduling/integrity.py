@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from jpaged.scheduling.request import Request, RequestStatus, Sequence
-from jpaged.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from jpaged.scheduling.scheduler import Scheduler
 
 _WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
 

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from jpaged.memory import BlockManager
 from jpaged.scheduling import admission
+from jpaged.scheduling.integrity import check_integrity
 from jpaged.scheduling.policies import FirstComeFirstServed, Policy
 from jpaged.scheduling.request import Request, RequestStatus, Sequence
 from jpaged.scheduling.request_memory import RequestMemory
@@ -498,3 +499,7 @@ class Scheduler:
     @staticmethod
     def _remove(queue: list[Request], request: Request) -> None:
         del queue[bisect.bisect_left(queue, request.order, key=_order)]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless queues, requests and memory agree: see `integrity`."""
+        check_integrity(self)

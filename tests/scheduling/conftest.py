@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jpaged.scheduling import Request, Scheduler, StepPlan
-from jpaged.scheduling.integrity import check_integrity
 
 
 def _make_request(
@@ -84,7 +83,7 @@ class ServingLoop:
             self.computed[sequence] += length
         for sequence in sampled:
             self.sampled_since_admission[sequence] += 1
-        check_integrity(self.scheduler)
+        self.scheduler.check_integrity()
         return plan
 
     def run(self, max_steps: int = 20_000) -> int:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jpaged.scheduling import RequestStatus, Scheduler
-from jpaged.scheduling.integrity import check_integrity
 
 
 def rows(plan):
@@ -265,7 +264,7 @@ def test_finish_ends_a_running_sequence_or_overrides_the_reason(serving_loop, ma
         assert request.finished
         assert request.sequences[0].finish_reason == "stop"
         assert request.sequences[0].stop_reason == "\n\n"
-    check_integrity(loop.scheduler)
+    loop.scheduler.check_integrity()
     assert loop.manager.num_used_blocks == 0
 
 
@@ -286,7 +285,7 @@ def test_an_abandoned_plan_is_computed_again(serving_loop, make_request):
     loop.scheduler.schedule()
     loop.scheduler.abort("0")  # as a caller may whose loop was interrupted
     loop.scheduler.abandon()
-    check_integrity(loop.scheduler)
+    loop.scheduler.check_integrity()
     assert loop.manager.num_used_blocks == 0
     assert [r.number for r in loop.scheduler.waiting] == [1, 2]
     loop.computed.clear()
@@ -314,7 +313,7 @@ def test_abort_gives_back_every_block(serving_loop, make_request, state):
         assert loop.scheduler.abort("1")
     assert second.finished
     assert second.sequences[0].finish_reason == "abort"
-    check_integrity(loop.scheduler)
+    loop.scheduler.check_integrity()
     held = loop.manager.blocks_for(first.sequences[0].num_computed_tokens)
     assert loop.manager.num_used_blocks == held
     assert not loop.scheduler.abort("1")

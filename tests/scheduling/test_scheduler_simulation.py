@@ -7,8 +7,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jpaged.scheduling.integrity import check_integrity
-
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
@@ -83,7 +81,7 @@ def serve(serving_loop, make_request, config, load):
                 loop.scheduler.abort(request_id)
 
         abort(None, now)
-        check_integrity(loop.scheduler)
+        loop.scheduler.check_integrity()
         if loop.scheduler.has_unfinished:
             loop.step(between=abort)
         step += 1

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jpaged.scheduling import POLICIES, BeamSearch, Request, RequestStatus, Scheduler
-from jpaged.scheduling.integrity import check_integrity
 
 VOCAB = 40
 EOS = 7
@@ -138,7 +137,7 @@ class World:
             np.int64,
         )
         self.scheduler.update(plan, tokens, candidates)
-        check_integrity(self.scheduler)
+        self.scheduler.check_integrity()
 
     def check_results(self) -> None:
         for request in self.requests:
@@ -192,7 +191,7 @@ def simulate(seed: int, *, num_requests: int, **config) -> World:
                 world.aborted.add(victim)
             else:
                 assert scheduler.release(victim.request_id)
-            check_integrity(scheduler)
+            scheduler.check_integrity()
         parents = [r for r in live if len(r.sequences) == 1 and r.beams is None and r.keep]
         parents = [r for r in parents if r not in world.aborted and scheduler.get(r.request_id)]
         if parents and rng.random() < 0.15:
@@ -206,13 +205,13 @@ def simulate(seed: int, *, num_requests: int, **config) -> World:
                 for _ in range(rng.integers(1, 3))
             ]
             scheduler.fork(parent.request_id, children)
-            check_integrity(scheduler)
+            scheduler.check_integrity()
         if scheduler.has_unfinished:
             world.step()
     for request in world.requests:
         scheduler.release(request.request_id)
     world.check_results()
-    check_integrity(scheduler)
+    scheduler.check_integrity()
     assert world.manager.num_free_blocks == world.manager.num_blocks
     return world
 
