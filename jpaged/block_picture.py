@@ -121,7 +121,7 @@ class _Picture:
         self.history = history
         self.figure = figure
         self.lanes = history.lanes()
-        num_lanes = int(self.lanes.any(axis=0).nonzero()[0].max(initial=-1)) + 1
+        num_lanes = int(np.flatnonzero(self.lanes.any(axis=0)).max(initial=-1)) + 1
         self.lanes = self.lanes[:, :num_lanes]
         self.top = _TOP - (num_lanes * _LANE_HEIGHT + _LANE_GAP if num_lanes else 0)
         # Of a pool that was hardly used, the part that was.
@@ -307,7 +307,7 @@ class _Picture:
                 8, 12, marker="v", markersize=4.6, markerfacecolor=marker, markeredgecolor=_INK,
                 markeredgewidth=0.8,
             )  # fmt: skip
-        shown = text if len(text) <= 22 else text[:21] + "…"
+        shown = text if len(text) <= 19 else text[:18] + "…"
         self._text(left + 62, y, shown, size=10.5, color=_INK)
         self._legend_y -= 37
 

@@ -337,7 +337,12 @@ class Engine:
         return request_id in self._tracked
 
     def fork(
-        self, request_id: str, n: int = 1, sampling_params: SamplingParams | None = None
+        self,
+        request_id: str,
+        n: int = 1,
+        sampling_params: SamplingParams | None = None,
+        *,
+        keep: bool = False,
     ) -> list[str]:
         """Branch a request at its current token into n more requests, which share its blocks.
 
@@ -347,6 +352,8 @@ class Engine:
 
         sampling_params  of the branches; None takes the parent's (without prompt_logprobs), for up
                          to max_tokens more tokens. Branches of one seed draw different samples.
+        keep             whether the branches can be forked when they are finished, as `add_request`
+                         has it
 
         Returns the ids of the new requests. Raises ValueError if there is no such request, it has
         several sequences, or a branch would not fit in max_model_len or the pool.
@@ -357,10 +364,19 @@ class Engine:
             raise ValueError(
                 f"request_id must name an unfinished or kept request, got {request_id!r}"
             )
+        if len(parent.sequences) > 1 or parent.beams is not None:
+            raise ValueError(f"request {request_id!r} has several sequences and cannot be forked")
         if sampling_params is None:
             sampling_params = dataclasses.replace(parent.sampling_params, prompt_logprobs=None)
+        elif not isinstance(sampling_params, SamplingParams):
+            raise TypeError(f"sampling_params must be a SamplingParams, got {sampling_params!r}")
         elif sampling_params.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs must be None: a branch does not compute its prompt")
+        if sampling_params.cache_salt != parent.sampling_params.cache_salt:
+            raise ValueError(
+                f"cache_salt must be the parent's {parent.sampling_params.cache_salt!r}, whose "
+                f"blocks the branches share, got {sampling_params.cache_salt!r}"
+            )
         if sampling_params.num_sequences > 1:
             raise ValueError("n, best_of and beam_width must ask for one sequence: fork with n > 1")
         sequence = parent.sequences[0]
@@ -376,6 +392,7 @@ class Engine:
                     number=self._requests_added + i,
                     prompt=state.text_so_far(),
                     stream=state.stream,
+                    keep=keep,
                     first_sample_index=state.first_sample_index + i + 1,
                 )
             )

@@ -65,7 +65,7 @@ _SAMPLING_FLAGS = {
     "prompt_logprobs": ("integer", "The same for the prompt's tokens."),
     "beam_width": ("integer", "Beam search instead of sampling."),
     "length_penalty": ("float", "Beam search's exponent on the length."),
-    "early_stopping": ("bool", "Beam search's end rule."),
+    "early_stopping": ("early_stopping", "Beam search's end rule: true, false or never."),
     "priority": ("integer", "Lower runs first."),
     "cache_salt": ("string", "Keeps cached blocks from requests with another salt."),
 }
@@ -88,11 +88,35 @@ def define_sampling_flags(values: flags.FlagValues) -> None:
     _define(values, _SAMPLING_FLAGS, {})
 
 
+class _BoolOrNeverParser(flags.BooleanParser):
+    """Reads what a bool flag reads, and "never"."""
+
+    def parse(self, argument: Any) -> Any:
+        if argument == "never":
+            return argument
+        try:
+            return super().parse(argument)
+        except (ValueError, TypeError):
+            raise ValueError(f"must be true, false or never, got {argument!r}") from None
+
+
+def _define_early_stopping(
+    name: str, default: Any, help_text: str, *, flag_values: flags.FlagValues
+) -> None:
+    # As a bool flag it goes without a value, and as --noearly_stopping.
+    flag: flags.Flag = flags.Flag(
+        _BoolOrNeverParser(), None, name, default, help_text, boolean=True
+    )
+    flags.DEFINE_flag(flag, flag_values=flag_values)
+
+
 def _define(
     values: flags.FlagValues, table: dict[str, tuple[str, str]], defaults: dict[str, Any]
 ) -> None:
     for name, (kind, help_text) in table.items():
-        define = getattr(flags, f"DEFINE_{kind}")
+        define = (
+            _define_early_stopping if kind == "early_stopping" else getattr(flags, f"DEFINE_{kind}")
+        )
         define(name, defaults.get(name), help_text, flag_values=values)
 
 

@@ -10,17 +10,21 @@ class EngineStats:
     """A snapshot of `Engine.stats()`. Counts run from the engine's start.
 
     Attributes:
-        num_blocks: blocks in the KV pool.
-        blocks_used: blocks that sequences hold now.
-        blocks_shared: of these, held by more than one sequence (0 until sharing is built).
-        blocks_cached: blocks kept for their contents alone (0 until prefix caching is built).
-        blocks_free: blocks that nobody holds.
+        num_blocks: blocks in the KV pool: blocks_used + blocks_cached + blocks_free.
+        blocks_used: blocks that sequences hold now, each counted once; those of finished requests
+            that were kept included.
+        blocks_shared: of these, held by more than one sequence.
+        blocks_cached: blocks that no sequence holds and whose contents can be found again by their
+            tokens; taken when blocks_free is 0.
+        blocks_free: blocks that are neither used nor cached.
         slots_used_share: share of the allocated token slots that held a token, averaged over
-            steps (1.0 before the first).
-        preemptions_recompute: requests preempted, to be computed again.
-        preemptions_swap, swapped_out_bytes: 0 until swapping is built.
-        copy_on_write_blocks: 0 until sharing is built.
-        prefix_cached_tokens: 0 until prefix caching is built.
+            steps (1.0 before the first). The slots of a shared block count once.
+        preemptions_recompute: how often a request lost its blocks, to be computed again.
+        preemptions_swap: how often a request's blocks were saved to host memory instead.
+        swapped_out_bytes: bytes of keys, values and token ids that were saved there.
+        copy_on_write_blocks: blocks copied because they were shared and about to be written.
+        prefix_cached_tokens: tokens whose blocks were found in the cache and not computed, of
+            prompts and of preempted requests that came back.
         prompt_tokens: tokens of the prompts admitted, each counted once.
         generated_tokens: tokens generated.
         steps: steps executed.
@@ -48,3 +52,9 @@ class EngineStats:
     warmup_seconds: float
     compilations_after_warmup: int
     padded_tokens: int
+
+    @property
+    def internal_waste(self) -> float:
+        """Share of the allocated token slots that held no token, averaged over steps: what the last
+        blocks of sequences have to spare. Nothing else is wasted: all blocks are of one size."""
+        return 1.0 - self.slots_used_share

@@ -25,6 +25,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from absl import flags
 
+from jpaged.block_history import BlockHistory
+from jpaged.block_picture import check_drawing
 from jpaged.flags import (
     define_engine_flags,
     define_sampling_flags,
@@ -73,6 +75,12 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues | None:
     flags.DEFINE_bool("chat", False, "Prompts are a user's messages.", flag_values=values)
     flags.DEFINE_bool("stream", False, "Print text as it comes.", flag_values=values)
     flags.DEFINE_bool("stats", False, "Print the engine's counters to stderr.", flag_values=values)
+    flags.DEFINE_string(
+        "draw_blocks",
+        None,
+        "Picture of the KV pool over time (.png, .pdf or .svg); needs the extra 'bench'.",
+        flag_values=values,
+    )
     flags.DEFINE_bool("help", False, "Show this.", flag_values=values)
     try:
         rest = values(list(argv))[1:]
@@ -118,10 +126,10 @@ def parse_line(number: int, raw: bytes) -> Line:
     return Line(number, prompt, keys[0], sampling_arguments_from_json(data))
 
 
-def check_early(sampling: dict[str, Any]) -> None:
+def check_early(sampling: dict[str, Any]) -> SamplingParams:
     """Raise what is wrong with sampling parameters, before the model is loaded: its
     generation_config.json may give a max_tokens, so that min_tokens is not judged without one."""
-    SamplingParams(**({"max_tokens": MAX_TOKENS} | sampling))
+    return SamplingParams(**({"max_tokens": MAX_TOKENS} | sampling))
 
 
 @contextlib.contextmanager
@@ -238,7 +246,9 @@ def write(outputs: Iterator[RequestOutput], path: str | None, *, as_json: bool) 
 
 def print_stats(llm: LLM, seconds: float) -> None:
     """The engine's counters and the speed of the run, as one line of JSON on standard error."""
-    stats = dataclasses.asdict(llm.stats())
+    counters = llm.stats()
+    stats = dataclasses.asdict(counters)
+    stats["internal_waste"] = counters.internal_waste
     stats["seconds"] = round(seconds, 3)  # of generation: without loading and compiling
     stats["generated_tokens_per_second"] = round(stats["generated_tokens"] / seconds, 1)
     print(json.dumps(stats), file=sys.stderr)
@@ -249,7 +259,10 @@ def generate(values: flags.FlagValues) -> int:
     check_usage(values)
     with as_usage_error():
         given = sampling_arguments(values)
-        check_early(given)
+        if check_early(given).num_sequences > 1 and values.stream:
+            raise ValueError("--stream prints one sequence: n, best_of and beam_width must be 1")
+        if values.draw_blocks is not None:
+            check_drawing(values.draw_blocks)
     prompts_file = None
     if values.prompts_file is not None:
         prompts_file = PromptsFile(values.prompts_file)
@@ -261,6 +274,9 @@ def generate(values: flags.FlagValues) -> int:
             raise ValueError("a prompt must hold at least one token, got ''")
     with open_output(values.output, "a"):
         pass  # it can be written: known before the model loads, and nothing in it is lost yet
+    if values.draw_blocks is not None:
+        with opened("draw_blocks", values.draw_blocks, "ab", "written"):
+            pass
     requests: list[PreparedRequest] = []
     if lines:
         llm = load(values)
@@ -271,6 +287,7 @@ def generate(values: flags.FlagValues) -> int:
                 params = dataclasses.replace(defaults, **line.sampling)
                 requests.append(prepare(llm, line.key, line.prompt, values.chat, params))
     if requests:
+        history = None if values.draw_blocks is None else BlockHistory(llm.engine)
         began = time.perf_counter()
         if values.stream:
             stream(llm, requests)
@@ -279,6 +296,10 @@ def generate(values: flags.FlagValues) -> int:
             write(llm.iterate(requests, use_tqdm=len(requests) > 1), values.output, as_json=as_json)
         if values.stats:
             print_stats(llm, time.perf_counter() - began)
+        if history is not None:
+            history.close()
+            with as_usage_error():
+                history.draw(values.draw_blocks)
     return 1 if prompts_file is not None and prompts_file.num_bad_lines else 0
 
 

@@ -149,7 +149,8 @@ class BlockManager(BlockTables):
     ) -> None:
         """Let others find a sequence's full blocks among its first num_computed tokens.
 
-        Costs time in proportion to the blocks that have not been published before. Where the same
+        Costs time in proportion to the blocks that have not been published before; there is nothing
+        to do until num_computed has passed a multiple of block_size. Where the same
         contents are cached already, that block takes the place of the sequence's own in its table
         and the own one is given back: full blocks are never written, so nobody sees a difference.
 
@@ -162,7 +163,8 @@ class BlockManager(BlockTables):
 
         Raises:
             ValueError: the slot is unused, num_computed more than it or token_ids holds, or tokens
-                or salt are not those that its blocks were published with before.
+                or salt are not those that its blocks were published with before (by a fork, say;
+                the blocks before the one at fault are then published).
         """
         cache = self._cache
         if cache is None:

@@ -449,7 +449,7 @@ class ModelRunner:
             ThreadPoolExecutor(threads) as pool,
             tqdm(desc="Compiling", unit="program", disable=not progress) as bar,
         ):
-            for move in self._moves.keys():
+            for move in self._moves.keys():  # noqa: SIM118 (a method)
                 job = pool.submit(self._moves.compile_program, *move)
                 jobs[job] = self._moves.programs, move
             for key in sorted({(self._sampling_rows(b), b.blocks) for b in self.buckets}):

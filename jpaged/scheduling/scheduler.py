@@ -198,20 +198,19 @@ class Scheduler:
     def fork(self, request_id: str, children: list[Request]) -> None:
         """Add requests that begin with the tokens of an unfinished or kept one, sharing its blocks.
 
-        children  of one sequence each, whose prompts are the parent's tokens so far
+        request_id  of a request of one sequence, without beams
+        children    of one sequence each, whose prompts are the parent's tokens so far
 
         Where the parent holds no blocks, or rows run out, the children wait like any other request.
 
         Raises:
-            ValueError: no such request, it has several sequences, or a child cannot be added.
+            ValueError: no such request, or a child cannot be added.
         """
         parent = self._requests.get(request_id)
         if parent is None:
             raise ValueError(
                 f"request_id must name an unfinished or kept request, got {request_id!r}"
             )
-        if len(parent.sequences) > 1 or parent.beams is not None:
-            raise ValueError(f"request {request_id!r} has several sequences and cannot be forked")
         for i, child in enumerate(children):
             try:
                 self._register(child)

@@ -165,9 +165,10 @@ def test_branches_share_the_parents_blocks(make_engine):
 
 
 def run_kept(engine, request_id):
+    outputs = []
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            pass
+        outputs += engine.step()
+    output = outputs[-1]
     assert output.request_id == request_id and output.finished
     return [[completion.token_ids for completion in output.outputs]]
 
@@ -207,7 +208,10 @@ def test_requests_that_cannot_be_forked(make_engine):
             engine.fork(single, n=bad)
     with pytest.raises(ValueError, match="prompt_logprobs must be None"):
         engine.fork(single, n=1, sampling_params=SamplingParams(prompt_logprobs=1))
-    engine.abort(several), engine.abort(single)
+    with pytest.raises(ValueError, match="cache_salt must be the parent's None"):
+        engine.fork(single, n=1, sampling_params=SamplingParams(cache_salt="other"))
+    for request_id in (several, single):
+        engine.abort(request_id)
     engine.step()
 
 
