@@ -42,7 +42,7 @@ class BlockHistory:
     Memory is bounded: a column of the history holds the blocks that changed since the column
     before, and when there are too many columns or changes, every other column is dropped and from
     then on one step of twice as many is recorded. Preemptions are noted in every step. A step costs
-    time in proportion to the pool (0.1 ms for 10,000 blocks).
+    time in proportion to the pool (less than a millisecond for 10,000 blocks).
 
     Attributes:
         engine: the engine.

@@ -27,18 +27,18 @@ _HATCH_PERIOD, _HATCH_WIDTH = 14.0, 5.0  # dots, along an axis
 
 # Twelve colours that are easily told apart, also beside each other.
 _COLOURS = [
-    "#3d7ab8",
-    "#f28e2b",
-    "#4da760",
-    "#e0525a",
-    "#8d6cc9",
-    "#e8c533",
-    "#3fb3ad",
-    "#ee8fb0",
-    "#9a6b4f",
-    "#2c4470",
-    "#a3c644",
-    "#b8468f",
+    "#3b78bd",
+    "#f08a24",
+    "#3f9e58",
+    "#dc4650",
+    "#9273d9",
+    "#edca38",
+    "#45b9c4",
+    "#f09abb",
+    "#8c5f45",
+    "#29406e",
+    "#9cc746",
+    "#b23e94",
 ]
 _INK, _FAINT_INK, _GRID = "#22262b", "#6a727c", "#c4cad1"
 _FREE_COLOUR, _CACHED_COLOUR = "#ffffff", "#d5d9de"

@@ -102,6 +102,11 @@ def check_usage(values: flags.FlagValues) -> None:
         raise UsageError("give --prompt or --prompts_file, not both")
     if values.stream and (values.prompts_file is not None or values.output is not None):
         raise UsageError("--stream prints text, so it goes with --prompt and without --output")
+    if values.draw_blocks is not None:
+        try:
+            check_drawing(values.draw_blocks)
+        except (ValueError, ImportError) as error:
+            raise UsageError(_one_line(error)) from error
 
 
 def parse_line(number: int, raw: bytes) -> Line:
@@ -261,8 +266,6 @@ def generate(values: flags.FlagValues) -> int:
         given = sampling_arguments(values)
         if check_early(given).num_sequences > 1 and values.stream:
             raise ValueError("--stream prints one sequence: n, best_of and beam_width must be 1")
-        if values.draw_blocks is not None:
-            check_drawing(values.draw_blocks)
     prompts_file = None
     if values.prompts_file is not None:
         prompts_file = PromptsFile(values.prompts_file)

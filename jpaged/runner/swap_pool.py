@@ -66,7 +66,7 @@ class SwapPool:
             ValueError: The lists differ in length, or one names a block twice or one that does not
                 exist.
         """
-        blocks, rows = self._checked(device_blocks, host_blocks)
+        blocks, rows = self._checked(device_blocks, host_blocks, distinct_rows=True)
         under_way: list[tuple[Int[np.ndarray, " C"], tuple[Array, Array]]] = []
         for part, length in self._moves.split(blocks.size):
             ids = self._moves.padded(blocks[part], length, 0)
@@ -90,12 +90,12 @@ class SwapPool:
     ) -> Pools:
         """The pools with rows of the store in device blocks; returns without waiting for them.
 
-        The rows are free again at once. The pools are donated.
+        A row may go to several blocks; rows are free again at once. The pools are donated.
 
         Raises:
-            ValueError: As `swap_out`; the pools are as before.
+            ValueError: As `swap_out`, but for rows named twice; the pools are as before.
         """
-        blocks, rows = self._checked(device_blocks, host_blocks)
+        blocks, rows = self._checked(device_blocks, host_blocks, distinct_rows=False)
         for part, length in self._moves.split(blocks.size):
             count = rows[part].size
             # Fresh memory for each call: the device may read it after the call has returned.
@@ -108,9 +108,9 @@ class SwapPool:
             pools = self._moves.programs["scatter", length](*pools, ids, *staged)
         return pools
 
-    def _checked(self, device_blocks, host_blocks):
+    def _checked(self, device_blocks, host_blocks, *, distinct_rows: bool):
         blocks = check_blocks("device_blocks", device_blocks, self._moves.num_blocks)
-        rows = check_blocks("host_blocks", host_blocks, self.num_blocks)
+        rows = check_blocks("host_blocks", host_blocks, self.num_blocks, distinct=distinct_rows)
         if blocks.size != rows.size:
             raise ValueError(
                 f"host_blocks must be as many as device_blocks ({blocks.size}), got {rows.size}"

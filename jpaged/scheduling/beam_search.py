@@ -20,9 +20,9 @@ of those that do not end. If c' continuations of one beam rank before one of its
 rank before it overall, so the first w overall lie within the first w of each beam; and among the
 first w + e of a beam at most e end (e = number of end-of-sequence tokens), so the first w that do
 not end lie within them. Every beam thus hands in its `num_candidates` = w + e best tokens by
-log-probability: adding the beam's score to all of them keeps their order. (2 * w are as good as
-long as e <= w. transformers ranks max(2, 1 + e) * w overall for the same reason, and reads no more
-of them than this.)
+log-probability: adding the beam's score to all of them never reverses their order. (2 * w are as
+good as long as e <= w. transformers ranks max(2, 1 + e) * w overall for the same reason, and reads
+no more of them than this.)
 
 **The first step needs one row.** transformers runs w copies of the prompt and starts all but the
 first at score -1e9, so that none of their continuations can rank before any of the first's. Here
@@ -46,8 +46,6 @@ from typing import Literal
 
 import numpy as np
 from jaxtyping import Float32, Int32
-
-from jpaged.validation import as_bool, as_float, as_int
 
 # Scores divided by it or multiplied with it stay within float32.
 _LARGEST_DIVISOR = 1e30
@@ -105,8 +103,8 @@ class BeamSearch:
         width, num_generated: the width, and the tokens that each running beam has generated.
 
     Raises:
-        TypeError, ValueError: a bad argument; also a length_penalty whose powers of the lengths
-            1 .. max_new_tokens would carry scores out of float32.
+        ValueError: a value outside what is allowed; also a length_penalty whose powers of the
+            lengths 1 .. max_new_tokens would carry scores out of float32.
     """
 
     def __init__(
@@ -119,35 +117,29 @@ class BeamSearch:
         max_new_tokens: int,
         min_new_tokens: int = 0,
     ) -> None:
-        self.width = as_int("width", width, allowed="an int >= 1", low=1)
-        self._max_new = as_int(
-            "max_new_tokens", max_new_tokens, allowed="an int >= 1", low=1, high=2**31 - 1
-        )
-        self._min_new = as_int("min_new_tokens", min_new_tokens, allowed="an int >= 0", low=0)
-        self._length_penalty = as_float("length_penalty", length_penalty, allowed="a finite number")
-        if abs(self._length_penalty) * math.log(self._max_new) > math.log(_LARGEST_DIVISOR):
+        for name, value, least in [
+            ("width", width, 1),
+            ("max_new_tokens", max_new_tokens, 1),
+            ("min_new_tokens", min_new_tokens, 0),
+        ]:
+            if value < least:
+                raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
+        if not abs(length_penalty) * math.log(max_new_tokens) <= math.log(_LARGEST_DIVISOR):
             raise ValueError(
                 "length_penalty must be a number for which max_new_tokens ** length_penalty is in "
                 f"[{1 / _LARGEST_DIVISOR:g}, {_LARGEST_DIVISOR:g}] "
-                f"(max_new_tokens={self._max_new}), got {length_penalty!r}"
+                f"(max_new_tokens={max_new_tokens}), got {length_penalty!r}"
             )
-        if isinstance(early_stopping, str):
-            if early_stopping != "never":
-                raise ValueError(
-                    f"early_stopping must be True, False or 'never', got {early_stopping!r}"
-                )
-        else:
-            early_stopping = as_bool("early_stopping", early_stopping)
+        if not (isinstance(early_stopping, bool) or early_stopping == "never"):
+            raise ValueError(
+                f"early_stopping must be True, False or 'never', got {early_stopping!r}"
+            )
+        self.width = width
+        self._length_penalty = length_penalty
         self._early_stopping = early_stopping
-        self._eos = np.array(
-            sorted(
-                {
-                    as_int("an id in eos_token_ids", i, allowed="an int >= 0", low=0)
-                    for i in eos_token_ids
-                }
-            ),
-            np.int64,
-        )
+        self._max_new = max_new_tokens
+        self._min_new = min_new_tokens
+        self._eos = np.array(sorted(set(eos_token_ids)), np.int64)
         self.num_generated = 0
         self._done = False
         self._scores = np.zeros(1, np.float32)
@@ -261,13 +253,10 @@ class BeamSearch:
         """
         if n is None:
             n = self.width
-        n = as_int(
-            "n",
-            n,
-            allowed=f"an int in [1, width], which is [1, {self.width}]",
-            low=1,
-            high=self.width,
-        )
+        if not 1 <= n <= self.width:
+            raise ValueError(
+                f"n must be an int in [1, width], which is [1, {self.width}], got {n!r}"
+            )
         return self._finished[:n]
 
     def _finish(

@@ -103,6 +103,47 @@ def test_stream_prints_the_same(run, tiny_llm):
     assert run(*arguments, "--stream")[:2] == run(*arguments)[:2]
 
 
+@pytest.mark.parametrize(
+    "several",
+    [{"n": 3}, {"n": 2, "best_of": 3}, {"n": 3, "beam_width": 3}],
+    ids=["n", "best_of", "beams"],
+)
+def test_every_completion_prints_on_a_line(run, tiny_llm, several):
+    flags = [f"--{name}={value}" for name, value in several.items()]
+    params = dict(several)
+    if "beam_width" in several:
+        params["early_stopping"] = "never"
+        flags.append("--early_stopping=never")
+    code, out, _ = run("--prompt", "One", "--prompt", "Two", *GREEDY, *flags)
+    outputs = [greedy(tiny_llm, prompt, **params).outputs for prompt in ("One", "Two")]
+    assert [len(completions) for completions in outputs] == [several["n"]] * 2
+    texts = [completion.text for completions in outputs for completion in completions]
+    assert (code, out) == (0, "".join(text + "\n" for text in texts))
+
+
+def test_every_completion_is_in_the_json(run, tiny_llm):
+    _, out, _ = run("--prompt", "One", "--output", "-", "--n=3", "--beam_width=3", *GREEDY)
+    (record,) = records(out)
+    assert [c["index"] for c in record["outputs"]] == [0, 1, 2]
+    expected = greedy(tiny_llm, "One", n=3, beam_width=3).outputs
+    assert [c["token_ids"] for c in record["outputs"]] == [c.token_ids for c in expected]
+
+
+@pytest.mark.parametrize(
+    "argument, value",
+    [
+        ("--early_stopping", True),
+        ("--noearly_stopping", False),
+        ("--early_stopping=true", True),
+        ("--early_stopping=false", False),
+        ("--early_stopping=never", "never"),
+    ],
+)
+def test_early_stopping_is_a_bool_or_never(script, argument, value):
+    given = script.sampling_arguments(script.parse_flags(["generate.py", argument]))
+    assert given == {"early_stopping": value}
+
+
 def test_stream_prints_text_as_it_comes(script, tiny_llm, monkeypatch):
     shown = []
     monkeypatch.setattr("builtins.print", lambda *args, **kwargs: shown.append("".join(args)))
@@ -208,7 +249,40 @@ def test_stats_go_to_standard_error(run):
     assert len(out.splitlines()) == 1
     stats = json.loads(err.splitlines()[-1])
     assert {"num_blocks", "blocks_used", "steps", "compilations_after_warmup"} <= set(stats)
+    assert stats["internal_waste"] == 1 - stats["slots_used_share"]
     assert stats["seconds"] > 0 and stats["generated_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("more", [[], ["--stream"]], ids=["all", "stream"])
+def test_draw_blocks_draws_a_picture(run, tiny_llm, tmp_path, more):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "blocks.png"
+    arguments = ["--prompt", "One", "--prompt", "Two", *GREEDY, *more]
+    plain = run(*arguments)[:2]
+    assert run(*arguments, "--draw_blocks", path)[:2] == plain
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert not tiny_llm.engine.after_step
+
+
+def test_a_picture_that_cannot_be_written_is_told_before_the_model_loads(run, loaded, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "no folder" / "blocks.png"
+    code, out, err = run("--prompt", "One", "--draw_blocks", path)
+    assert (code, out) == (2, "") and not loaded
+    assert err.startswith("generate.py: draw_blocks must be a file that can be written, got ")
+
+
+def test_drawing_without_matplotlib_names_the_extra_before_the_model_loads(
+    run, loaded, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = run("--prompt", "One", "--draw_blocks", tmp_path / "blocks.png")
+    assert (code, out) == (2, "") and not loaded
+    assert err == (
+        "generate.py: drawing needs matplotlib: install the extra 'bench' (uv run --extra bench "
+        "..., or pip install 'jpaged[bench]')\n"
+    )
+    assert not (tmp_path / "blocks.png").exists()
 
 
 def test_progress_goes_to_standard_error(run):
@@ -318,7 +392,8 @@ BAD_LINES = [
     ({"prompt": "a", "top_p": "x"}, "top_p must be in (0, 1], got 'x' of type str"),
     ({"prompt": "a", "max_tokens": None}, "max_tokens must be an int >= 1, got None"),
     ({"prompt": "a", "min_tokens": 6}, "min_tokens must be an int in [0, max_tokens]"),
-    ({"prompt": "a", "n": 2}, "n=2 asks for several sequences a request, which"),
+    ({"prompt": "a", "n": 9}, "a request of 9 sequences needs as many rows"),
+    ({"prompt": "a", "early_stopping": "maybe"}, "early_stopping must be"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, "a token id in logit_bias must be an int"),
     ({"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids must hold token ids in"),
 ]
@@ -444,7 +519,7 @@ def test_every_keyword_and_sampling_parameter_has_a_flag(script):
 
     values = script.parse_flags(["generate.py"])
     sampling = {field.name for field in dataclasses.fields(SamplingParams)}
-    own = {"prompt", "prompts_file", "output", "chat", "stream", "stats", "help"}
+    own = {"prompt", "prompts_file", "output", "chat", "stream", "stats", "help", "draw_blocks"}
     assert set(values) == set(inspect.signature(LLM).parameters) | sampling | own
 
 
@@ -454,12 +529,20 @@ USAGE_ERRORS = [
     (["--prompt", "a", "--prompts_file", "b"], "give --prompt or --prompts_file, not both"),
     (["--stream", "--prompts_file", "b"], "--stream prints text"),
     (["--stream", "--prompt", "a", "--output", "-"], "--stream prints text"),
+    (["--stream", "--prompt", "a", "--n", "2"], "--stream prints one sequence"),
+    (["--stream", "--prompt", "a", "--best_of", "2"], "--stream prints one sequence"),
+    (["--stream", "--prompt", "a", "--beam_width", "2"], "--stream prints one sequence"),
+    (
+        ["--prompt", "a", "--early_stopping=maybe"],
+        "early_stopping=maybe: must be true, false or never, got 'maybe'",
+    ),
+    (["--prompt", "a", "--early_stopping", "never"], "unexpected argument 'never'"),
+    (["--prompt", "a", "--draw_blocks", "a.jpg"], "must end in .png, .pdf or .svg, got 'a.jpg'"),
     (["--prompt", "a", "--nonsense"], "nonsense"),
     (["--prompt", "a", "stray"], "unexpected argument 'stray'"),
     (["--prompt", "a", "--max_tokens", "x"], "max_tokens"),
     (["--prompt", "a", "--max_tokens", "0"], "max_tokens must be an int >= 1, got 0"),
     (["--prompt", "a", "--top_p", "nan"], "top_p must be in (0, 1], got nan"),
-    (["--prompt", "a", "--n", "2"], "n=2 asks for several sequences a request"),
     (["--prompt", "a", "--logit_bias", "x"], "logit_bias must be a JSON object, got 'x'"),
     (["--prompt", "a", "--logit_bias", "[1]"], "logit_bias must be None or a mapping"),
     (["--prompt", "a", "--stop", ""], "stop must be None, a non-empty string"),
