@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Sized
+from typing import Any
 
+import jax
 import numpy as np
 
 from jpaged.checkpoints import Checkpoint
@@ -19,6 +21,7 @@ from jpaged.interrupts import deferred_interrupt
 from jpaged.models import LlamaConfig
 from jpaged.outputs import RequestOutput
 from jpaged.request_state import RequestState
+from jpaged.runner.attention_backend import log_attention_backend, resolve_attention_backend
 from jpaged.runner.batch import PARAMETERS, build_batch, pack_parameters
 from jpaged.runner.buckets import choose_bucket, make_buckets, table_width
 from jpaged.runner.compilations import CompilationCounter
@@ -43,14 +46,19 @@ _GENERATION_CONFIG_NAMES = {
 }
 
 
-def check_max_model_len(config: EngineConfig, model: LlamaConfig) -> None:
-    """Raise ValueError if config asks for longer sequences than the model was made for."""
+def check_model(config: EngineConfig, model: LlamaConfig, dtype: Any) -> None:
+    """Raise what `Engine` would raise for a model of this config and dtype, before it is loaded.
+
+    ValueError if sequences are to be longer than the model was made for, NotImplementedError if the
+    attention backend that was asked for by name cannot serve it on this device.
+    """
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(
             f"max_model_len must be at most the model's {limit} positions, "
             f"got {config.max_model_len}"
         )
+    resolve_attention_backend(config.attention_backend, model, dtype, config.block_size)
 
 
 class Engine:
@@ -72,13 +80,16 @@ class Engine:
         """Allocates the KV pool.
 
         Raises ValueError if config.max_model_len exceeds what the model was made for, or memory
-        leaves no room for a pool.
+        leaves no room for a pool, and NotImplementedError if config.attention_backend cannot serve
+        the model on this device.
         """
         model = checkpoint.config
+        dtype = jax.tree.leaves(checkpoint.params)[0].dtype
         self.config = config
         self.tokenizer = checkpoint.tokenizer
         self.vocab_size = model.vocab_size
-        check_max_model_len(config, model)
+        check_model(config, model, dtype)
+        log_attention_backend(config.attention_backend, model, dtype, config.block_size)
         self.max_model_len = config.max_model_len or model.max_position_embeddings
         self._eos_token_ids = checkpoint.eos_token_ids
         self._generation_config = checkpoint.generation_config

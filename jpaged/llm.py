@@ -17,7 +17,7 @@ import numpy as np
 from jpaged.checkpoints import load_checkpoint
 from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine, check_max_model_len
+from jpaged.engine import Engine, check_model
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.validation import shown
@@ -116,7 +116,7 @@ class LLM:
             model,
             tokenizer=tokenizer,
             dtype=resolved_dtype,
-            check_config=functools.partial(check_max_model_len, config),
+            check_config=functools.partial(check_model, config, dtype=resolved_dtype),
         )
         self._serve(Engine(checkpoint, config))
         self.engine.get_default_sampling_params()  # a bad generation_config.json shows now

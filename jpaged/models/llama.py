@@ -12,7 +12,8 @@ from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from jpaged.models.layers import Embedding, Linear, RMSNorm
 from jpaged.models.rope import RopeConfig, rotate, rotation
-from pallas_kernels import paged_attention, write_kv
+from pallas_kernels import paged_attention, plan_attention, write_kv
+from pallas_kernels.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Attention(nnx.Module):
         block_tables: Int[Array, "S M"],
         query_starts: Int[Array, " S+1"],
         context_lens: Int[Array, " S"],
+        plan: Plan | None,
         backend: str,
     ) -> tuple[Float[Array, "T E"], Shaped[Array, "L N 2 K B D"]]:
         """Write this step's keys and values, then attend; returns float32 [T, E] and the pool."""
@@ -100,6 +102,7 @@ class Attention(nnx.Module):
             query_starts,
             context_lens,
             scale=self.config.head_dim**-0.5,
+            plan=plan,
             backend=backend,
         )
         assert isinstance(out, jax.Array)  # without its logarithms, which were not asked for
@@ -185,6 +188,16 @@ class Llama(nnx.Module):
         in place when the caller donates it.
         """
         rope = rotation(positions, self.config.rope, self.config.head_dim)
+        x = self.embedding(token_ids)
+        plan = plan_attention(
+            query_starts,
+            context_lens,
+            num_tokens=x.shape[0],
+            num_heads=self.config.num_heads,
+            num_kv_heads=self.config.num_kv_heads,
+            dtype=x.dtype,
+            backend=backend,
+        )
         graphdef, stacked = nnx.split(self.layers)
 
         def step(carry, xs):
@@ -200,6 +213,7 @@ class Llama(nnx.Module):
                 block_tables,
                 query_starts,
                 context_lens,
+                plan,
                 backend,
             )
             x = x + attended.astype(x.dtype)
@@ -207,7 +221,6 @@ class Llama(nnx.Module):
             return (x, kv_pool), None
 
         layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
-        x = self.embedding(token_ids)
         (x, kv_pool), _ = lax.scan(step, (x, kv_pool), (layers, stacked))
         return self.norm(x), kv_pool
 

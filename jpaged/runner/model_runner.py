@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from jpaged.runner.batch import PARAMETERS, buffer_size, unpack
 from jpaged.runner.buckets import Bucket
+from jpaged.runner.compilations import compiler_options
 from jpaged.runner.kv_pool import (
     allocate_pool,
     available_pool_bytes,
@@ -342,7 +343,7 @@ class ModelRunner:
             jax.ShapeDtypeStruct((num_blocks, self.block_size), jnp.int32),
             jax.ShapeDtypeStruct((buffer_size(bucket),), jnp.int32),
         )
-        return jax.jit(run, donate_argnums=(1, 2)).lower(*shapes).compile()
+        return self._compiled(jax.jit(run, donate_argnums=(1, 2)), *shapes)
 
     def _compile_sample(self, rows: int, width: int, num_blocks: int) -> jax.stages.Compiled:
         def run(leaves, token_pool, bias_table, sampling):
@@ -363,7 +364,12 @@ class ModelRunner:
                 ints(rows, width),
             ),
         )  # fmt: skip
-        return jax.jit(run).lower(*shapes).compile()
+        return self._compiled(jax.jit(run), *shapes)
+
+    def _compiled(self, program: Any, *shapes: Any) -> jax.stages.Compiled:
+        # The kernels are chosen while tracing, by the default device, which is a thread's own.
+        with jax.default_device(self.device):
+            return program.lower(*shapes).compile(compiler_options(self.device.platform))
 
     def _compile_set_bias(self) -> Callable:
         def set_bias(table, slot, row):
@@ -374,7 +380,7 @@ class ModelRunner:
             jax.ShapeDtypeStruct((), jnp.int32),
             jax.ShapeDtypeStruct((self.vocab_size,), jnp.float32),
         )
-        return jax.jit(set_bias, donate_argnums=0).lower(*shapes).compile()
+        return self._compiled(jax.jit(set_bias, donate_argnums=0), *shapes)
 
     def compile(self, *, progress: bool = True) -> float:
         """Compiles every bucket, in as many threads as there are cores; returns the seconds taken.
