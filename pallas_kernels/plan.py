@@ -20,9 +20,10 @@ import numpy as np
 # partial result costs as much traffic as some 4 keys, but starting and merging take time too.
 UNIT = 64
 _MIN_UNITS = 2
-# Programs for each multiprocessor: about twice what fits at once, so that the last ones to start
-# fill what the first ones leave.
-_PROGRAMS_A_CORE = 8
+# Programs for each multiprocessor: about as many as fit at once. More would mean a second wave that
+# fills the GPU only in part, fewer that a long sequence among short ones outlasts them. Chosen by
+# scripts/estimate_decode.py among 1 to 16.
+PROGRAMS_A_CORE = 3
 # Where the number of multiprocessors is not known.
 _DEFAULT_CORES = 108
 _MAX_PACKED_QUERIES = 8
@@ -83,6 +84,7 @@ def make_plan(
     dtype,
     num_cores: int | None = None,
     window=None,
+    programs_a_core: int = PROGRAMS_A_CORE,
     xp: Any = np,
 ) -> Plan:
     """Work lists for calls of paged_attention with these query_starts and context_lens.
@@ -97,6 +99,7 @@ def make_plan(
         num_cores: Streaming multiprocessors of the GPU (132 for an H200); None if not known.
         window: A window that the layers share, so that parts are made of what it shows. The plan
             is right for any window all the same.
+        programs_a_core: How finely contexts are split: programs for each multiprocessor.
         xp: numpy, or jax.numpy for arrays on the device.
 
     Returns:
@@ -122,7 +125,7 @@ def make_plan(
         shown = xp.minimum(context_lens, window) + query_lens - 1
         visible = xp.where(window > 0, xp.minimum(shown, context_lens), context_lens)
     units = xp.where(decodes, -(-visible // UNIT), 0)
-    size = num_items(num_sequences, num_kv_heads, num_cores)
+    size = num_items(num_sequences, num_kv_heads, num_cores, programs_a_core)
     parts = _split(units, size, xp)
     first_items = xp.concatenate([xp.zeros(1, np.int32), _running_sum(parts, xp)])
 
@@ -163,10 +166,15 @@ def make_plan(
     return Plan(*(xp.stack(rows).astype(np.int32) for rows in (tiles, items, merged)))
 
 
-def num_items(num_sequences: int, num_kv_heads: int, num_cores: int | None) -> int:
+def num_items(
+    num_sequences: int,
+    num_kv_heads: int,
+    num_cores: int | None,
+    programs_a_core: int = PROGRAMS_A_CORE,
+) -> int:
     """Items of a plan: one for each sequence, and those that splitting may add."""
     cores = num_cores or _DEFAULT_CORES
-    return num_sequences + -(-cores * _PROGRAMS_A_CORE // num_kv_heads)
+    return num_sequences + -(-cores * programs_a_core // num_kv_heads)
 
 
 def num_tiles(num_tokens: int, num_sequences: int, tokens_a_tile: int) -> int:

@@ -43,6 +43,8 @@ ALLOWED = [
     ("max_num_batched_tokens", 1, 1),
     ("attention_backend", "xla", "xla"),
     ("attention_backend", "reference", "reference"),
+    ("attention_backend", "triton", "triton"),
+    ("attention_backend", "mosaic", "mosaic"),
     ("compilation_cache_dir", "folder", "folder"),
     ("compilation_cache_dir", Path("folder"), "folder"),
     ("seed", 2**63 - 1, 2**63 - 1),

@@ -173,7 +173,7 @@ def test_beam_search_replaces_sampling(name, value):
 
 def test_a_beam_search_returns_at_most_its_beams():
     assert SamplingParams(beam_width=4, n=4).num_sequences == 4
-    with pytest.raises(ValueError, match="^n must be at most beam_width=4, got 5$"):
+    with pytest.raises(ValueError, match=r"^n must be at most beam_width=4, got 5$"):
         SamplingParams(beam_width=4, n=5)
 
 

@@ -7,17 +7,17 @@ import jax
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
-# A layer's weights are a slice of the stacked ones, at the loop's index. XLA hands the slice's
-# address to cuBLAS (since jax 0.11), but copies it for a matrix product by a kernel of its own, and
-# for several projections joined into one product: a step would read all its weights twice and
-# write them once. So no product by XLA's own kernels, and none joined. Where cuBLAS and the own
-# kernels are timed against each other, on a GPU, the time of the copy does not count.
+# A layer's weights are a slice of the stacked ones, at the loop's index. XLA (since jax 0.11) hands
+# cuBLAS the slice's address, but copies the slice for a matrix product by a kernel of its own, and
+# for several projections joined into one product: a step would read all weights twice and write
+# them once. So no product by XLA's own kernels, and none joined. (On a GPU it would choose between
+# cuBLAS and its own by timing them, but the product alone, without the copy.)
 _GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def compiler_options(platform: str) -> dict[str, bool | int] | None:
     """Options for `jax.stages.Lowered.compile` of a program with a loop over stacked layers."""
-    return None if platform == "cpu" else dict(_GPU_OPTIONS)
+    return dict(_GPU_OPTIONS) if platform == "gpu" else None
 
 
 class CompilationCounter:

@@ -53,7 +53,7 @@ def test_gpus_before_ampere_get_xla():
 
 def test_choice_by_name():
     assert choose(CASE, "reference").__name__ == "pallas_kernels.reference"
-    with pytest.raises(ValueError, match="backend must be one of auto, mosaic, .* got 'cuda'"):
+    with pytest.raises(ValueError, match=r"backend must be one of auto, mosaic, .* got 'cuda'"):
         choose(CASE, "cuda")
     message = "paged_attention with backend 'triton' does not support head dims above 256"
     with pytest.raises(NotImplementedError, match=message):
