@@ -23,7 +23,7 @@ from jpaged.detokenizer import Detokenizer
 from jpaged.interrupts import deferred_interrupt
 from jpaged.models import LlamaConfig
 from jpaged.outputs import RequestOutput
-from jpaged.request_checks import RequestChecks
+from jpaged.request_checks import RequestChecks, check_params
 from jpaged.request_state import RequestState
 from jpaged.runner.attention_backend import log_attention_backend, resolve_attention_backend
 from jpaged.runner.buckets import make_buckets, table_width
@@ -199,6 +199,7 @@ class Engine:
         self, prompt_token_ids: Sized[int], sampling_params: SamplingParams
     ) -> None:
         """Raise what `add_request` would raise for these, without queueing anything."""
+        check_params(sampling_params)
         self._checks.checked(
             prompt_token_ids, sampling_params, len(self._stop_token_ids(sampling_params))
         )
@@ -231,8 +232,7 @@ class Engine:
         Raises ValueError or TypeError, naming the argument, if the request is malformed or could
         never fit in the pool; then nothing is queued.
         """
-        if not isinstance(sampling_params, SamplingParams):
-            self.validate_request(prompt_token_ids, sampling_params)  # says what is wrong
+        check_params(sampling_params)
         if keep and sampling_params.num_sequences > 1:
             raise ValueError("keep=True is for requests of one sequence: others cannot be forked")
         tracked = self._new_request(
@@ -368,9 +368,7 @@ class Engine:
             raise ValueError(f"request {request_id!r} has several sequences and cannot be forked")
         if sampling_params is None:
             sampling_params = dataclasses.replace(parent.sampling_params, prompt_logprobs=None)
-        elif not isinstance(sampling_params, SamplingParams):
-            raise TypeError(f"sampling_params must be a SamplingParams, got {sampling_params!r}")
-        elif sampling_params.prompt_logprobs is not None:
+        elif check_params(sampling_params).prompt_logprobs is not None:
             raise ValueError("prompt_logprobs must be None: a branch does not compute its prompt")
         if sampling_params.cache_salt != parent.sampling_params.cache_salt:
             raise ValueError(

@@ -10,6 +10,16 @@ from jpaged.scheduling import Scheduler
 from jpaged.validation import as_int
 
 
+def check_params(sampling_params: object) -> SamplingParams:
+    """The same, if it is a SamplingParams (TypeError otherwise)."""
+    if not isinstance(sampling_params, SamplingParams):
+        raise TypeError(
+            f"sampling_params must be a SamplingParams, got {sampling_params!r} of type "
+            f"{type(sampling_params).__name__}"
+        )
+    return sampling_params
+
+
 class RequestChecks:
     """The checks of one engine; every error names the argument.
 
@@ -41,11 +51,6 @@ class RequestChecks:
         Raises:
             TypeError, ValueError: they are not.
         """
-        if not isinstance(sampling_params, SamplingParams):
-            raise TypeError(
-                f"sampling_params must be a SamplingParams, got {sampling_params!r} of type "
-                f"{type(sampling_params).__name__}"
-            )
         token_ids = self._checked_prompt(prompt_token_ids)
         sampling_params.check_against(self._vocab_size)
         if sampling_params.stop and not self._has_tokenizer:

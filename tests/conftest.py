@@ -68,6 +68,10 @@ def make_engine(tiny_checkpoint: Checkpoint):
             "max_model_len": 256,
             "max_num_seqs": 8,
             "max_num_batched_tokens": 32,
+            # What a test computes should not depend on the tests before it, and how it is preempted
+            # not on the clock; tests of caching and swapping ask for them.
+            "enable_prefix_caching": False,
+            "preemption_mode": "recompute",
         }
         engine = Engine(checkpoint, EngineConfig(**(settings | overrides)))
         engine.warmup(progress=False)

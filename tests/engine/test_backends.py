@@ -43,7 +43,8 @@ def random_checkpoint(config: LlamaConfig, dtype) -> Checkpoint:
 
 def make(checkpoint: Checkpoint, backend: str, **settings) -> Engine:
     """An engine with few buckets; skips the test where the backend does not exist for the case."""
-    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "max_model_len": 128} | settings
+    small = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "max_model_len": 128}
+    settings = small | {"enable_prefix_caching": False, "preemption_mode": "recompute"} | settings
     try:
         engine = Engine(checkpoint, EngineConfig(attention_backend=backend, **settings))
     except NotImplementedError as error:

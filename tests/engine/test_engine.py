@@ -423,11 +423,6 @@ def test_more_positions_than_the_model_has_are_refused(make_engine):
         make_engine(max_model_len=513)
 
 
-def test_fork_says_that_it_is_not_built(engine):
-    with pytest.raises(NotImplementedError, match="fork"):
-        engine.fork("0", 2)
-
-
 def test_generation_config_gives_the_default_parameters(make_engine, tiny_checkpoint):
     given = {
         "temperature": 0.6,

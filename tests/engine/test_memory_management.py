@@ -71,7 +71,12 @@ def expected(make_engine):
     return results
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+FAST = ("recompute", "swap, cached", "auto, cached")  # the others run with the slow tests
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CONFIGS]
+)
 def test_tokens_do_not_depend_on_the_memory(name, make_engine, expected):
     engine = make_engine(**CONFIGS[name])
     order = np.random.default_rng(5).permutation(NUM_REQUESTS)
@@ -125,7 +130,7 @@ def test_the_best_of_several_samples(make_engine):
 
 
 def test_salts_share_nothing_and_equal_ones_do(make_engine):
-    engine = make_engine(num_blocks=64)
+    engine = make_engine(num_blocks=64, enable_prefix_caching=True)
 
     def hits(salt) -> int:
         before = engine.stats().prefix_cached_tokens

@@ -62,7 +62,13 @@ def golden() -> Golden:
 @pytest.fixture(scope="module")
 def make_llm(smollm2):
     def make(**overrides) -> LLM:
-        settings = {"max_model_len": 1600, "max_num_seqs": 64, "max_num_batched_tokens": 256}
+        settings = {
+            "max_model_len": 1600,
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 256,
+            "enable_prefix_caching": False,
+            "preemption_mode": "recompute",
+        }
         engine = Engine(smollm2, EngineConfig(**(settings | overrides)))
         engine.warmup(progress=False)
         return LLM.from_engine(engine)
