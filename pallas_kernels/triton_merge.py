@@ -83,7 +83,9 @@ def merge_parts(merged, parts, lses, sinks, results, config: Config, *, interpre
         grid=(merged.shape[1], parts.shape[2]),
         out_shape=[jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results],
         input_output_aliases={first + i: i for i in range(len(results))},
-        compiler_params=plt.CompilerParams(num_warps=1, num_stages=2),
+        compiler_params=plt.CompilerParams(
+            num_warps=max(1, config.padded_dim // 128), num_stages=2
+        ),
         interpret=interpret,
         name="paged_attention_merge",
     )(*inputs, *results)

@@ -42,16 +42,17 @@ def tile_configs(
 ) -> tuple[Config, Config]:
     """The tiles of the decode and of the ragged kernel.
 
-    Three stages make Triton fetch block ids one tile ahead of the keys. The ragged kernel's 64 rows
-    spill registers on Ampere unless eight warps share them. Fewer keys where the registers are
-    scarce: for large heads, and for float32 products, which have no tensor cores.
+    The ragged kernel's 64 rows spill registers on Ampere unless eight warps share them. Fewer keys
+    where the registers are scarce: for large heads, and for float32 products, which have no tensor
+    cores.
     """
     is_float32 = dtype == jnp.float32
     padded_dim = max(16, power_of_two(head_dim))
     if is_float32:
         decode_keys = ragged_keys = 32 if padded_dim <= 64 else 16
+        decode_stages = 3
     else:
-        decode_keys = 64 if padded_dim <= 64 else 32
+        decode_keys, decode_stages = _decode_loop(padded_dim, is_hopper)
         ragged_keys = 64 if padded_dim <= 128 else 32
 
     def config(tile: TileRows, keys: int, num_warps: int, num_stages: int) -> Config:
@@ -72,6 +73,20 @@ def tile_configs(
 
     num_warps = 4 if is_hopper or is_float32 else 8
     return (
-        config(decode_rows(group), decode_keys, num_warps=4, num_stages=3),
+        config(decode_rows(group), decode_keys, num_warps=4, num_stages=decode_stages),
         config(ragged_rows(group, is_float32), ragged_keys, num_warps, num_stages=2),
     )
+
+
+def _decode_loop(padded_dim: int, is_hopper: bool) -> tuple[int, int]:
+    """Keys in a tile, and stages, of a decode kernel for 16-bit numbers.
+
+    Of a loop whose loads of keys wait for loads of block ids, Triton keeps (stages - 1) // 2 tiles
+    of keys and values on their way. These are the choices that have the most bytes on their way in
+    all the programs that fit on a multiprocessor, and spill no registers.
+    """
+    if padded_dim > 128:
+        return 32, 3
+    if is_hopper:
+        return 32, 5
+    return (64, 5) if padded_dim <= 64 else (64, 3)

@@ -163,15 +163,15 @@ def test_many_parts_merge(races_fail, bucket_type, make_batch, assert_close):
     shapes = {"num_tokens": 5, "num_sequences": 2, "num_heads": 2, "num_kv_heads": 1}
     shapes |= {"max_blocks": 20, "block_size": 64}
     batch = make_batch(bucket_type(**SHAPES | shapes), [(3, 1270), (1, 140)], seed=3)
-    assert plan_for(batch, 2).merged[3].max() == 10
-    check(batch, assert_close, num_cores=2)
+    assert plan_for(batch, 4).merged[3].max() == 10
+    check(batch, assert_close, num_cores=4)
     # 33 parts of 20 tiles.
     items = np.zeros((6, 35), np.int32)
     items[:, :33] = np.array([0, 0, 3, 1267, 0, 33])[:, None]
     items[4, :33] = np.arange(33)
     items[:, 33] = 1, 3, 1, 139, 0, 1
     merged = np.array([[0, 1, 2, 3, 0], [0, 1, 2, 0, 0], [0, 0, 0, 33, 0], [33, 33, 33, 1, 0]])
-    plan = plan_for(batch, 2)._replace(items=items, merged=merged.astype(np.int32))
+    plan = plan_for(batch, 4)._replace(items=items, merged=merged.astype(np.int32))
     got = attend(plan, *batch.arguments, backend="mosaic")
     assert_close(got, attend(None, *batch.arguments, backend="reference"), "bfloat16")
 

@@ -1,5 +1,11 @@
 """Bugs planted in the Mosaic kernels: the suite's own tests must fail, each in a process of its own
 with a time limit, since a lost arrival at a barrier makes a kernel wait for ever.
+
+Not seen by JAX's interpreter, and so not in the list:
+
+  commit_smem before wgmma      Memory that a kernel has written is seen at once, by all.
+  writes past an array's end    They are dropped, where a GPU faults: slots and destinations that
+                                are too large. Negative ones, and reads past the end, are seen.
 """
 
 import jax
@@ -146,20 +152,15 @@ BUGS = {
     ),
     "a tile's rows past its tokens are written": (
         "mosaic_ragged",
-        "lax.fori_loop(0, num_tokens, write, ())",
-        "lax.fori_loop(0, jnp.minimum(num_tokens + 1, config.tokens), write, ())",
+        "    _copy_tokens(num_tokens, config, copy)\n    plgpu.wait_smem_to_gmem(0)",
+        "    _copy_tokens(jnp.minimum(num_tokens + 1, config.tokens), config, copy)\n"
+        "    plgpu.wait_smem_to_gmem(0)",
         WALK,
     ),
     "negative slots are written": (
         "mosaic_pool",
         "@pl.when((slot >= 0) & (slot < num_blocks * block_size))",
         "@pl.when(slot < num_blocks * block_size)",
-        WRITE,
-    ),
-    "slots past the pool are written": (
-        "mosaic_pool",
-        "@pl.when((slot >= 0) & (slot < num_blocks * block_size))",
-        "@pl.when(slot >= 0)",
         WRITE,
     ),
     "tokens are written before they are there": (
@@ -180,28 +181,20 @@ BUGS = {
         "return destination < num_blocks",
         COPY,
     ),
-    # Known from the prototypes not to be seen; to be confirmed.
-    "X decode no commit": (
-        "mosaic_decode",
-        "            else:\n                plgpu.commit_smem()\n",
-        "            else:\n                pass\n",
-        WALK,
-    ),
-    "X pool no final wait": (
+    "a kernel ends before its copies do": (
         "mosaic_pool",
         "lax.fori_loop(0, count, write, ())\n        plgpu.wait_smem_to_gmem(0)",
         "lax.fori_loop(0, count, write, ())",
         CYCLE,
     ),
-    "X pool no commit before write": (
+    "reads and writes of blocks are not ordered": (
         "mosaic_pool",
         "plgpu.commit_smem()  # orders",
         "pass  # orders",
         CYCLE,
     ),
 }
-# Seconds; on an idle core a test takes about 10.
-LIMIT = 300
+LIMIT = 120  # seconds; on an idle core a test takes about 8
 
 
 @pytest.mark.parametrize("test", sorted({bug[3] for bug in BUGS.values()}))
