@@ -158,6 +158,7 @@ class Engine:
         self._kept: dict[str, RequestState] = {}  # finished ones that can be forked
         self._pending_outputs: list[RequestOutput] = []  # for the next `step` to return
         self._requests_added = 0
+        self._last_arrival = -math.inf
         self._warmup_seconds = 0.0
         self._costs: PreemptionCosts | None = None  # measured by `warmup`
         self._compilations = CompilationCounter()
@@ -200,8 +201,14 @@ class Engine:
     ) -> None:
         """Raise what `add_request` would raise for these, without queueing anything."""
         check_params(sampling_params)
-        self._checks.checked(
-            prompt_token_ids, sampling_params, len(self._stop_token_ids(sampling_params))
+        self._new_request(
+            prompt_token_ids,
+            sampling_params,
+            request_id="",
+            arrival_time=0.0,
+            number=0,
+            prompt=None,
+            stream=False,
         )
 
     def _stop_token_ids(self, sampling_params: SamplingParams) -> frozenset[int]:
@@ -233,7 +240,7 @@ class Engine:
         never fit in the pool; then nothing is queued.
         """
         check_params(sampling_params)
-        if keep and sampling_params.num_sequences > 1:
+        if keep and (sampling_params.num_sequences > 1 or sampling_params.beam_width):
             raise ValueError("keep=True is for requests of one sequence: others cannot be forked")
         tracked = self._new_request(
             prompt_token_ids,
@@ -252,6 +259,7 @@ class Engine:
 
     def _track(self, tracked: RequestState) -> None:
         self._tracked[tracked.request.request_id] = tracked
+        self._last_arrival = max(self._last_arrival, tracked.request.arrival_time)
         self._requests_added += 1
 
     def _new_id(self, request_id: str | None) -> str:
@@ -264,7 +272,7 @@ class Engine:
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string or None, got {request_id!r}")
         if self.scheduler.get(request_id) is not None:
-            raise ValueError(f"request_id must be new, {request_id!r} is unfinished")
+            raise ValueError(f"request_id must be new, {request_id!r} is unfinished or kept")
         return request_id
 
     def _new_request(
@@ -381,19 +389,20 @@ class Engine:
         state = self._tracked.get(request_id) or self._kept[request_id]
         children: list[RequestState] = []
         for i in range(n):
-            children.append(
-                self._new_request(
-                    sequence.token_ids[: sequence.num_tokens].tolist(),
-                    sampling_params,
-                    request_id=self._new_branch_id(request_id, children),
-                    arrival_time=parent.arrival_time,
-                    number=self._requests_added + i,
-                    prompt=state.text_so_far(),
-                    stream=state.stream,
-                    keep=keep,
-                    first_sample_index=state.first_sample_index + i + 1,
-                )
+            child = self._new_request(
+                sequence.token_ids[: sequence.num_tokens].tolist(),
+                sampling_params,
+                request_id=self._new_branch_id(request_id, children),
+                # Who goes on from what is finished stands behind those who came meanwhile.
+                arrival_time=self._last_arrival if parent.finished else parent.arrival_time,
+                number=self._requests_added + i,
+                prompt=state.text_so_far(),
+                stream=state.stream,
+                keep=keep,
+                first_sample_index=next(state.branch_numbers),
             )
+            child.branch_numbers = state.branch_numbers
+            children.append(child)
         with self._alone(), deferred_interrupt():
             self.scheduler.fork(request_id, [child.request for child in children])
             for child in children:
@@ -461,7 +470,9 @@ class Engine:
             if result is None:
                 return
             tokens = result.tokens(plan.num_sampled)
-            if self._costs is not None and plan.num_tokens >= 2 * len(plan.sequences):
+            if self._costs is not None and (
+                plan.num_tokens >= 2 * len(plan.sequences) and not plan.moves
+            ):
                 self._costs.observe_prefill(plan.num_tokens, time.perf_counter() - began)
         except BaseException:
             # A failing device: what was planned was not computed for certain. The running requests

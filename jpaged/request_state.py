@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 from jpaged.detokenizer import Detokenizer
 from jpaged.outputs import CompletionOutput, RequestOutput
@@ -75,6 +76,8 @@ class RequestState:
         seed: the seed of its samples, given or derived.
         first_sample_index: the number by which the first of its samples is told from others of
             the same seed.
+        branch_numbers: numbers for the samples of branches, which all descendants share, so that
+            no two draw alike.
         make_detokenizer: a fresh one for a sample; returns None without a tokenizer.
         samples: one for each sequence; of beams, none.
         prompt_logprobs: of the prompt tokens so far, if asked for; the first has none.
@@ -86,6 +89,7 @@ class RequestState:
     seed: int
     first_sample_index: int
     make_detokenizer: Callable[[], Detokenizer | None]
+    branch_numbers: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
     samples: list[SampleState] = dataclasses.field(init=False)
     prompt_logprobs: list[dict[int, float] | None] = dataclasses.field(
         default_factory=lambda: [None]
@@ -107,6 +111,7 @@ class RequestState:
         """The prompt's text and what its one sample has added; None if that has no text."""
         if self.prompt is None or len(self.samples) != 1:
             return None
+        self.samples[0].detokenize()  # a request that does not stream is behind with it
         return self.prompt + self.samples[0].output(0).text
 
     @property

@@ -38,14 +38,19 @@ def _blocks_to_take(
 ) -> int:
     """Free blocks that a waiting request takes until it has sampled."""
     if request.swapped is not None:
-        live = request.unfinished if request.is_forked else [request.leader]
+        if not request.is_forked:
+            whole = blocks_of_group(manager, request.fork_point, _goals(request))
+            return max(request.swapped.num_blocks, whole)
+        most = request.max_total_tokens - 1
         grown = sum(
-            manager.blocks_for(min(s.num_tokens + 1, request.max_total_tokens - 1))
+            manager.blocks_for(min(s.num_tokens + 1, most))
             - manager.blocks_for(s.num_computed_tokens)
-            for s in live
+            for s in request.unfinished
         )
-        copied = request.num_rows - 1  # blocks that are shared until they are written to
-        return request.swapped.num_blocks + grown + copied
+        copied = request.num_rows - 1  # at most: last blocks that are shared until written to
+        # It never takes more than all of it may, which is what `Scheduler.check_fits` asked for.
+        limit = blocks_of_group(manager, request.fork_point, [most] * request.num_rows)
+        return min(request.swapped.num_blocks + grown + copied, limit)
     needed = blocks_of_group(manager, request.fork_point, _goals(request))
     # Those of its cached blocks that others hold anyway are not taken from the free ones.
     return needed - int(np.count_nonzero(manager.pool.ref_counts[prefix]))

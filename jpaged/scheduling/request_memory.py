@@ -115,8 +115,12 @@ class RequestMemory:
             request.is_forked = True
         else:
             return None
+        looked_up = leader.num_tokens if self._prefix_caching else 0
         for sequence in rows:
-            self._place(sequence, self.block_manager.allocate(cached + length, prefix))
+            slot = self.block_manager.allocate(
+                cached + length, prefix, num_query_tokens=looked_up if sequence is leader else 0
+            )
+            self._place(sequence, slot)
             sequence.num_computed_tokens = cached
         self.prefix_cached_tokens += cached
         return [(sequence, length) for sequence in rows]

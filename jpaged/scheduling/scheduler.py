@@ -43,7 +43,8 @@ class Scheduler:
          just its first chunk, finds room beside what the running ones will take until it is
          computed, with the watermark to spare. Its blocks are then taken chunk by chunk. So
          whatever is admitted, for the first time or again, samples at least one token before it
-         can be preempted: nobody comes and goes without progress. (The policy may let the first
+         can be preempted: nobody comes and goes without progress. (Among requests of several
+         sequences the look-ahead is an estimate, and some do. The policy may let the first
          waiting request push out running ones that stand behind it.)
 
     Every request finishes. Take the first unfinished one. Running, it is preempted only when it is
@@ -66,7 +67,7 @@ class Scheduler:
         kept: finished requests that hold their blocks for forks. Read only for others.
         steps: plans made that compute something.
         prompt_tokens: tokens of the prompts admitted so far, each counted once.
-        generated_tokens: tokens appended so far.
+        generated_tokens: tokens appended so far; of a beam search, one a beam and step.
         scheduled_tokens: tokens of all plans, repeated ones included.
     """
 
@@ -190,7 +191,9 @@ class Scheduler:
 
     def _register(self, request: Request) -> None:
         if request.request_id in self._requests:
-            raise ValueError(f"request_id must be new, {request.request_id!r} is unfinished")
+            raise ValueError(
+                f"request_id must be new, {request.request_id!r} is unfinished or kept"
+            )
         self.check_fits(len(request.prompt_token_ids), request.max_total_tokens, request.num_rows)
         request.order = self.policy.order(request)
         self._requests[request.request_id] = request
@@ -201,7 +204,8 @@ class Scheduler:
         request_id  of a request of one sequence, without beams
         children    of one sequence each, whose prompts are the parent's tokens so far
 
-        Where the parent holds no blocks, or rows run out, the children wait like any other request.
+        Where the parent holds no blocks, rows run out, or it is finished and others wait, the
+        children wait like any other request.
 
         Raises:
             ValueError: no such request, or a child cannot be added.
@@ -219,7 +223,9 @@ class Scheduler:
                     del self._requests[registered.request_id]
                 raise
         (source,) = parent.sequences
-        if source.slot < 0 or self.num_free_rows < len(children):
+        # A search that goes on from finished requests must not run past those who wait.
+        waits = parent.finished and self.waiting
+        if source.slot < 0 or self.num_free_rows < len(children) or waits:
             for child in children:
                 bisect.insort(self.waiting, child, key=_order)
             return
@@ -266,7 +272,10 @@ class Scheduler:
             decode_slots = np.fromiter((s.slot for s in decodes), np.int32, len(decodes))
             needed = manager.blocks_needed_one(decode_slots)
             needed += sum(manager.blocks_needed(s.slot, length) for s, length in chunks)
-            if needed <= manager.num_free_blocks:
+            # A request that is alone fits, as `add` has seen to; `needed` may count a copy too many
+            # for a group whose sequences share their last block.
+            is_alone = len(self.running) == 1 and not self.kept
+            if needed <= manager.num_free_blocks or is_alone:
                 break
             if self.kept:
                 self._forget_kept()
@@ -329,7 +338,10 @@ class Scheduler:
             and self.policy.may_preempt(self.waiting[0], self.running[-1])
             and not self._fits(self.waiting[0], self.max_num_batched_tokens)
         ):
-            pushed_out.extend(self._preempt(self.running[-1]))
+            if self.kept:
+                self._forget_kept()
+            else:
+                pushed_out.extend(self._preempt(self.running[-1]))
         return pushed_out
 
     def _preempt(self, request: Request) -> list[Sequence]:
@@ -443,7 +455,7 @@ class Scheduler:
         assert request.beams is not None
         token_ids, logprobs = zip(*(candidates[s] for s in request.sequences), strict=True)
         step = request.beams.advance(np.stack(token_ids), np.stack(logprobs))
-        self.generated_tokens += len(step.token_ids)
+        self.generated_tokens += request.beams.width
         if step.done:
             for sequence in request.unfinished:
                 self.finish(sequence, "stop")

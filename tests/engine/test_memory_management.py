@@ -200,6 +200,33 @@ def test_a_running_request_can_be_forked_and_aborted(make_engine):
     assert engine.stats().blocks_used == 0
 
 
+def test_branches_of_a_seed_draw_different_samples_however_they_are_made(make_engine):
+    engine = make_engine(num_blocks=64)
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
+    parent = engine.add_request(SHARED[:10], params, prompt="said", stream=False)
+    for _ in range(3):
+        engine.step()
+    first, second = engine.fork(parent) + engine.fork(parent)
+    [third] = engine.fork(first)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs.update({output.request_id: output for output in engine.step()})
+    drawn = [outputs[name].outputs[0].token_ids for name in (first, second, third)]
+    assert drawn[0] != drawn[1] and drawn[2][:5] != drawn[0][1:] and drawn[2] != drawn[1]
+    text = engine.tokenizer.decode(outputs[first].prompt_token_ids[10:])
+    assert outputs[first].prompt == "said" + text
+
+
+def test_what_add_request_refuses_validate_request_does_too(make_engine):
+    engine = make_engine()
+    params = SamplingParams(beam_width=2, length_penalty=50, max_tokens=40)
+    for check in (engine.validate_request, engine.add_request):
+        with pytest.raises(ValueError, match="length_penalty must be"):
+            check(SHARED[:5], params)
+    with pytest.raises(ValueError, match="keep=True is for requests of one sequence"):
+        engine.add_request(SHARED[:5], SamplingParams(beam_width=1), keep=True)
+
+
 def test_requests_that_cannot_be_forked(make_engine):
     engine = make_engine()
     several = engine.add_request(SHARED[:5], SamplingParams(n=2, temperature=1.0))

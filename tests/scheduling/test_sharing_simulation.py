@@ -247,3 +247,97 @@ def test_everything_at_once(name, seed):
     if name == "tight, swap":
         assert memory.preemptions_swap > 0
     assert world.manager.copy_on_write_blocks > 0
+
+
+@pytest.mark.parametrize("swaps", [0.0, 1.0])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_group_that_just_fits_comes_back(n, policy, swaps):
+    """The pool is what `check_fits` asks for, the group is pushed out at any of its last steps, and
+    its sequences share their last block when they come back."""
+    prompt, output, size = list(range(8, 14)), 20, 4
+    shared = (len(prompt) - 1) // size
+    num_blocks = shared + n * (-(-(len(prompt) + output - 1) // size) - shared)
+    for steps in range(8, 24):
+        world = World(
+            np.random.default_rng(0),
+            num_blocks=num_blocks,
+            block_size=size,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            num_swap_blocks=100,
+            swaps=swaps,
+            policy=policy,
+        )
+        group = world.new_request(prompt, output=output, arrival_time=1.0, n=n, priority=1)
+        other = world.new_request([9, 10], output=2, arrival_time=0.0)
+        for request in (group, other):
+            request.stop_token_ids = frozenset()
+        world.scheduler.add(group)
+        for _ in range(steps):
+            world.step()
+        world.scheduler.add(other)
+        for _ in range(60):
+            if world.scheduler.has_unfinished:
+                world.step()
+        assert group.finished and other.finished
+        world.check_results()
+
+
+def test_kept_blocks_go_before_a_running_request_does():
+    world = World(
+        np.random.default_rng(0),
+        num_blocks=12,
+        block_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=40,
+        swaps=0.0,
+        policy="priority",
+    )
+    scheduler = world.scheduler
+    kept = world.new_request([8] * 15, output=2, arrival_time=0.0, keep=True)
+    scheduler.add(kept)
+    while scheduler.has_unfinished:
+        world.step()
+    assert kept.status is RequestStatus.KEPT and world.manager.num_used_blocks == 4
+    running = world.new_request([9] * 10, output=8, arrival_time=1.0, priority=1)
+    scheduler.add(running)
+    world.step()
+    scheduler.add(world.new_request([10] * 20, output=4, arrival_time=2.0, priority=0))
+    while scheduler.has_unfinished:
+        world.step()
+    assert scheduler.memory.preemptions_recompute == 0
+    assert world.manager.num_used_blocks == 0
+    assert scheduler.release(kept.request_id)
+
+
+def test_branches_of_finished_requests_do_not_pass_those_who_wait():
+    world = World(
+        np.random.default_rng(0),
+        num_blocks=40,
+        block_size=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=40,
+        swaps=0.0,
+        policy="fcfs",
+    )
+    scheduler = world.scheduler
+    root = world.new_request([8] * 5, output=2, arrival_time=0.0, keep=True)
+    root.stop_token_ids = frozenset()
+    busy = world.new_request([9] * 5, output=10, arrival_time=0.0)
+    busy.stop_token_ids = frozenset()
+    scheduler.add(root)
+    scheduler.add(busy)
+    while not root.finished:
+        world.step()
+    scheduler.add(waiting := world.new_request([10] * 5, output=3, arrival_time=1.0))
+    tokens = root.sequences[0].token_ids[: root.sequences[0].num_tokens].tolist()
+    child = world.new_request(tokens, output=3, arrival_time=2.0)
+    scheduler.fork(root.request_id, [child])
+    assert child in scheduler.waiting
+    world.step()
+    assert waiting in scheduler.running and child in scheduler.waiting
+    while scheduler.has_unfinished:
+        world.step()
+    assert scheduler.release(root.request_id) or root.request_id
+    world.check_results()
