@@ -213,8 +213,8 @@ def test_bad_limits_are_refused(arguments, message):
     assert engine.after_step == []
 
 
-def test_an_engine_calls_after_every_step_that_computes(tiny_llm):
-    engine = tiny_llm.engine
+def test_an_engine_calls_after_every_step_that_computes(make_engine):
+    engine = make_engine(enable_prefix_caching=True)
     steps = engine.stats().steps
     history = BlockHistory(engine)
     maps = []
