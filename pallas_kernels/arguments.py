@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.plan import Plan
+from pallas_kernels.plan import (
+    Plan,
+    decode_rows,
+    make_plan,
+    num_merged,
+    num_tiles,
+    ragged_rows,
+)
 from pallas_kernels.support import Case
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -178,3 +185,36 @@ def check_plan(plan) -> None:
 def value_dtype(kv_pool) -> np.dtype:
     """The dtype of the numbers in a pool: a pool of uint16 holds bfloat16 bit patterns."""
     return jnp.dtype(jnp.bfloat16 if kv_pool.dtype == jnp.uint16 else kv_pool.dtype)
+
+
+def plan_of_call(call: Attention, num_cores: int | None) -> Plan:
+    """The plan that a call brings, which has to fit it (ValueError), or one made here."""
+    num_tokens, num_heads, _ = call.q.shape
+    num_sequences, max_blocks = call.block_tables.shape
+    num_kv_heads, block_size = call.kv_pool.shape[3:5]
+    if call.plan is None:
+        return make_plan(
+            call.query_starts,
+            jnp.minimum(call.context_lens, max_blocks * block_size),
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            dtype=call.q.dtype,
+            num_cores=num_cores,
+            window=call.window,
+            xp=jnp,
+        )
+    decode_tokens = decode_rows(call.group).tokens
+    ragged_tokens = ragged_rows(call.group, call.q.dtype == jnp.float32).tokens
+    shapes = (call.plan.tiles.shape, call.plan.merged.shape)
+    expected = (
+        (4, num_tiles(num_tokens, num_sequences, ragged_tokens)),
+        (4, num_merged(num_tokens, num_sequences, decode_tokens)),
+    )
+    if shapes != expected:
+        raise ValueError(
+            f"plan must be made for {num_tokens} tokens of {num_sequences} sequences, {num_heads} "
+            f"query heads, {num_kv_heads} KV heads and {call.q.dtype}: tiles and merged must have "
+            f"shapes {expected}, got {shapes}"
+        )
+    return call.plan

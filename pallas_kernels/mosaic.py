@@ -12,7 +12,7 @@ from jax import lax
 import pallas_kernels
 from pallas_kernels import mosaic_decode, mosaic_pool, mosaic_ragged
 from pallas_kernels import plan as plans
-from pallas_kernels.arguments import Attention
+from pallas_kernels.arguments import Attention, plan_of_call
 from pallas_kernels.cases import KernelCase, operator_cases
 from pallas_kernels.devices import Target, tracing_target
 from pallas_kernels.mosaic_tiles import (
@@ -104,7 +104,7 @@ def paged_attention(call: Attention):
     }
     ragged = mosaic_ragged.ragged_config(**sizes)
     decode = mosaic_decode.decode_config(**sizes)
-    plan = _plan(call, decode, ragged)
+    plan = plan_of_call(call, _num_cores())
     interpret = _interpret()
     out, lse = mosaic_ragged.ragged_attention(
         _operands(call, ragged),
@@ -127,35 +127,6 @@ def paged_attention(call: Attention):
     if lse_ref is None:
         return jax.ref.freeze(out_ref)
     return jax.ref.freeze(out_ref), jax.ref.freeze(lse_ref)
-
-
-def _plan(call: Attention, decode: Config, ragged: Config) -> Plan:
-    """The call's plan, which has to fit, or one made here."""
-    num_tokens, num_heads, _ = call.q.shape
-    num_sequences, max_blocks = call.block_tables.shape
-    num_kv_heads, block_size = call.kv_pool.shape[3:5]
-    if call.plan is None:
-        return plan_attention(
-            call.query_starts,
-            jnp.minimum(call.context_lens, max_blocks * block_size),
-            num_tokens=num_tokens,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            dtype=call.q.dtype,
-            window=call.window,
-        )
-    shapes = (call.plan.tiles.shape, call.plan.merged.shape)
-    expected = (
-        (4, plans.num_tiles(num_tokens, num_sequences, ragged.tokens)),
-        (4, plans.num_merged(num_tokens, num_sequences, decode.tokens)),
-    )
-    if shapes != expected:
-        raise ValueError(
-            f"plan must be made for {num_tokens} tokens of {num_sequences} sequences, {num_heads} "
-            f"query heads, {num_kv_heads} KV heads and {call.q.dtype}: tiles and merged must have "
-            f"shapes {expected}, got {shapes}"
-        )
-    return call.plan
 
 
 def _operands(call: Attention, config: Config) -> Operands:

@@ -23,10 +23,8 @@ import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import plan as plans
-from pallas_kernels.arguments import Attention
+from pallas_kernels.arguments import Attention, plan_of_call
 from pallas_kernels.devices import Target
-from pallas_kernels.plan import Plan
 from pallas_kernels.triton_merge import merge_parts
 from pallas_kernels.triton_tiles import Config, tile_configs
 from pallas_kernels.triton_walk import (
@@ -102,37 +100,6 @@ def _decode_kernel(refs: Operands, items, out_ref, lse_ref, *, config: Config):
         plt.store(lse_ref.at[item, rows.token, rows.head], lse, mask=rows.live)
 
 
-def _plan(call: Attention, decode: Config, ragged: Config, num_cores: int | None) -> Plan:
-    """The call's plan, which has to fit, or one made here."""
-    num_tokens, num_heads, _ = call.q.shape
-    num_sequences, max_blocks = call.block_tables.shape
-    num_kv_heads, block_size = call.kv_pool.shape[3:5]
-    if call.plan is None:
-        return plans.make_plan(
-            call.query_starts,
-            jnp.minimum(call.context_lens, max_blocks * block_size),
-            num_tokens=num_tokens,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            dtype=call.q.dtype,
-            num_cores=num_cores,
-            window=call.window,
-            xp=jnp,
-        )
-    shapes = (call.plan.tiles.shape, call.plan.merged.shape)
-    expected = (
-        (4, plans.num_tiles(num_tokens, num_sequences, ragged.tokens)),
-        (4, plans.num_merged(num_tokens, num_sequences, decode.tokens)),
-    )
-    if shapes != expected:
-        raise ValueError(
-            f"plan must be made for {num_tokens} tokens of {num_sequences} sequences, {num_heads} "
-            f"query heads, {num_kv_heads} KV heads and {call.q.dtype}: tiles and merged must have "
-            f"shapes {expected}, got {shapes}"
-        )
-    return call.plan
-
-
 def _operands(call: Attention) -> Operands:
     """The kernels' inputs: scalars as arrays, and what is added to scores in base 2."""
 
@@ -179,7 +146,7 @@ def paged_attention(call: Attention, target: Target):
         alibi=call.alibi_slopes is not None,
         sinks=call.sinks is not None,
     )
-    tiles, items, merged = _plan(call, decode, ragged, target.num_cores)
+    tiles, items, merged = plan_of_call(call, target.num_cores)
     operands = _operands(call)
     interpret = target.platform == "cpu"
 
