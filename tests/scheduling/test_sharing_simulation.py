@@ -339,5 +339,6 @@ def test_branches_of_finished_requests_do_not_pass_those_who_wait():
     assert waiting in scheduler.running and child in scheduler.waiting
     while scheduler.has_unfinished:
         world.step()
-    assert scheduler.release(root.request_id) or root.request_id
+    assert scheduler.release(root.request_id)
+    assert world.manager.num_used_blocks == 0
     world.check_results()
