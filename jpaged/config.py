@@ -39,7 +39,8 @@ class EngineConfig:
         attention_backend: "auto", "xla", "triton", "mosaic" or "reference" (`pallas_kernels` says
             what each is). "auto" takes the fastest that the device and the model allow; one asked
             for by name that they do not allow is refused when the engine is made.
-        overlap: schedule a step while the one before runs (not built yet, so only False).
+        overlap: plan and dispatch a step while the one before it runs; the same outputs either
+            way.
         batch_invariant: bitwise the same result in every batch (not built yet, so only False).
         compilation_cache_dir: folder of JAX's persistent compilation cache, or None for none.
         seed: seeds requests that bring no seed of their own, in [0, 2^63).
@@ -61,7 +62,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
-    overlap: bool = False
+    overlap: bool = True
     batch_invariant: bool = False
     compilation_cache_dir: str | None = None
     seed: int = 0
@@ -118,7 +119,6 @@ class EngineConfig:
     def _refuse_what_is_not_built(self) -> None:
         unbuilt = {
             "tensor_parallel_size": (self.tensor_parallel_size > 1, "tensor parallelism"),
-            "overlap": (self.overlap, "overlapped scheduling"),
             "batch_invariant": (self.batch_invariant, "batch invariance"),
         }
         for name, (asked, feature) in unbuilt.items():

@@ -11,30 +11,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sized
-from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 
 from jpaged.checkpoints import Checkpoint
 from jpaged.config import EngineConfig
-from jpaged.detokenizer import Detokenizer
 from jpaged.interrupts import deferred_interrupt
 from jpaged.models import LlamaConfig
 from jpaged.outputs import RequestOutput
-from jpaged.request_checks import RequestChecks, check_params
+from jpaged.request_builder import RequestBuilder, check_params
 from jpaged.request_state import RequestState
 from jpaged.runner.attention_backend import log_attention_backend, resolve_attention_backend
 from jpaged.runner.buckets import make_buckets, table_width
 from jpaged.runner.compilations import CompilationCounter
 from jpaged.runner.kv_pool import log_pool
-from jpaged.runner.model_runner import ModelRunner, StepResult
+from jpaged.runner.model_runner import ModelRunner
 from jpaged.runner.preemption_costs import PreemptionCosts
-from jpaged.sampling_params import MAX_SEED, SamplingParams
-from jpaged.scheduling import POLICIES, BeamSearch, Request, Scheduler, Sequence
+from jpaged.sampling_params import SamplingParams
+from jpaged.scheduling import POLICIES, Scheduler
 from jpaged.stats import EngineStats
-from jpaged.step_execution import StepExecutor, collect_prompt_logprobs
+from jpaged.step_loop import StepLoop
 from jpaged.validation import as_int
 
 logger = logging.getLogger(__name__)
@@ -88,7 +85,8 @@ class Engine:
         vocab_size: token ids are 0 .. vocab_size - 1.
         max_model_len: most tokens of a sequence, prompt and generated together.
         scheduler, runner: the two halves; for reading.
-        after_step: called, without arguments, at the end of every step that computed something.
+        after_step: called, without arguments, at the end of every step that computed something or
+            brought tokens.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
@@ -106,7 +104,6 @@ class Engine:
         check_model(config, model, dtype)
         log_attention_backend(config.attention_backend, model, dtype, config.block_size)
         self.max_model_len = config.max_model_len or model.max_position_embeddings
-        self._eos_token_ids = checkpoint.eos_token_ids
         self._generation_config = checkpoint.generation_config
         self.runner = ModelRunner(
             checkpoint.graphdef,
@@ -145,12 +142,14 @@ class Engine:
             policy=POLICIES[config.scheduling_policy](),
             prefers_swap=self._prefers_swap,
         )
-        self._executor = StepExecutor(self.runner, self.scheduler.block_manager)
-        self._checks = RequestChecks(
+        self._loop = StepLoop(self.runner, self.scheduler, overlap=config.overlap)
+        self._requests = RequestBuilder(
             self.scheduler,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
-            has_tokenizer=self.tokenizer is not None,
+            eos_token_ids=checkpoint.eos_token_ids,
+            tokenizer=self.tokenizer,
+            seed=config.seed,
         )
         self.after_step: list[Callable[[], None]] = []
         self._lock = threading.RLock()
@@ -160,24 +159,22 @@ class Engine:
         self._requests_added = 0
         self._last_arrival = -math.inf
         self._warmup_seconds = 0.0
-        self._costs: PreemptionCosts | None = None  # measured by `warmup`
         self._compilations = CompilationCounter()
 
     def warmup(self, *, progress: bool = True) -> float:
         """Compiles every bucket, with a progress bar on standard error; returns the seconds."""
         self._warmup_seconds = self.runner.compile(progress=progress)
         if self.config.preemption_mode == "auto" and self.runner.swap_pool.num_blocks:
-            self._costs = PreemptionCosts(self.runner.measure_link())
+            self._loop.costs = PreemptionCosts(self.runner.measure_link())
         logger.info("compiled %d buckets in %.1f s", len(self.runner.buckets), self._warmup_seconds)
         return self._warmup_seconds
 
     def _prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether a preempted request's blocks are saved rather than its tokens computed again."""
-        if self._costs is None:
+        costs = self._loop.costs
+        if costs is None:
             return self.config.preemption_mode == "swap"
-        return self._costs.prefers_swap(
-            num_blocks * self.runner.bytes_per_swapped_block, num_tokens
-        )
+        return costs.prefers_swap(num_blocks * self.runner.bytes_per_swapped_block, num_tokens)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for, over SamplingParams' defaults.
@@ -200,20 +197,7 @@ class Engine:
         self, prompt_token_ids: Sized[int], sampling_params: SamplingParams
     ) -> None:
         """Raise what `add_request` would raise for these, without queueing anything."""
-        check_params(sampling_params)
-        self._new_request(
-            prompt_token_ids,
-            sampling_params,
-            request_id="",
-            arrival_time=0.0,
-            number=0,
-            prompt=None,
-            stream=False,
-        )
-
-    def _stop_token_ids(self, sampling_params: SamplingParams) -> frozenset[int]:
-        ids = set(sampling_params.stop_token_ids or ())
-        return frozenset(ids if sampling_params.ignore_eos else ids.union(self._eos_token_ids))
+        self._requests.check(prompt_token_ids, check_params(sampling_params))
 
     def add_request(
         self,
@@ -242,7 +226,7 @@ class Engine:
         check_params(sampling_params)
         if keep and (sampling_params.num_sequences > 1 or sampling_params.beam_width):
             raise ValueError("keep=True is for requests of one sequence: others cannot be forked")
-        tracked = self._new_request(
+        tracked = self._requests.build(
             prompt_token_ids,
             sampling_params,
             request_id=self._new_id(request_id),
@@ -274,58 +258,6 @@ class Engine:
         if self.scheduler.get(request_id) is not None:
             raise ValueError(f"request_id must be new, {request_id!r} is unfinished or kept")
         return request_id
-
-    def _new_request(
-        self,
-        prompt_token_ids: Sized[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        arrival_time: float,
-        number: int,
-        prompt: str | None,
-        stream: bool,
-        keep: bool = False,
-        first_sample_index: int = 0,
-    ) -> RequestState:
-        """A checked request with its state, not yet known to the scheduler."""
-        stop_token_ids = self._stop_token_ids(params)
-        token_ids = self._checks.checked(prompt_token_ids, params, len(stop_token_ids))
-        max_total_tokens = self._checks.max_total_tokens(len(token_ids), params)
-        beams = None
-        if params.beam_width is not None:
-            beams = BeamSearch(
-                params.beam_width,
-                length_penalty=params.length_penalty,
-                early_stopping=params.early_stopping,
-                eos_token_ids=stop_token_ids,
-                max_new_tokens=max_total_tokens - len(token_ids),
-                min_new_tokens=params.min_tokens,
-            )
-        request = Request(
-            request_id,
-            number,
-            token_ids,
-            params,
-            stop_token_ids=stop_token_ids,
-            max_total_tokens=max_total_tokens,
-            arrival_time=arrival_time,
-            num_sequences=1 if beams is not None else params.num_sequences,
-            beams=beams,
-            keep=keep,
-        )
-        seed = params.seed
-        if seed is None:
-            words = np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)
-            seed = int(words[0]) & MAX_SEED
-        return RequestState(
-            request, prompt, stream, seed, first_sample_index, partial(self._detokenizer, params)
-        )
-
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
-        if self.tokenizer is None:
-            return None
-        return Detokenizer(self.tokenizer, params.stop or (), params.min_tokens)
 
     def abort(self, request_id: str, *, report: bool = True) -> bool:
         """End a request at any point and give back its blocks; False if it is not unfinished.
@@ -389,7 +321,7 @@ class Engine:
         state = self._tracked.get(request_id) or self._kept[request_id]
         children: list[RequestState] = []
         for i in range(n):
-            child = self._new_request(
+            child = self._requests.build(
                 sequence.token_ids[: sequence.num_tokens].tolist(),
                 sampling_params,
                 request_id=self._new_branch_id(request_id, children),
@@ -440,9 +372,12 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns the requests that changed (those added with stream=False only
         once they are finished), in no particular order. Without unfinished requests it computes
-        nothing."""
+        nothing.
+
+        With config.overlap it returns what the step before this one has brought, while the device
+        works on this one."""
         with self._alone():
-            if self.scheduler.has_unfinished:
+            if self.scheduler.has_unfinished or not self._loop.is_idle:
                 # Ctrl-C waits for the end of the step: memory is taken, the pool donated and
                 # tokens noted down in it, and a half of that would be worse than a late answer.
                 with deferred_interrupt(), self._compilations:
@@ -463,60 +398,14 @@ class Engine:
             self._lock.release()
 
     def _compute_step(self) -> None:
-        try:
-            plan = self.scheduler.schedule()
-            began = time.perf_counter()
-            result = self._executor.execute(plan, self._tracked)
-            if result is None:
-                return
-            tokens = result.tokens(plan.num_sampled)
-            if self._costs is not None and (
-                plan.num_tokens >= 2 * len(plan.sequences) and not plan.moves
-            ):
-                self._costs.observe_prefill(plan.num_tokens, time.perf_counter() - began)
-        except BaseException:
-            # A failing device: what was planned was not computed for certain. The running requests
-            # lose their memory but no token, and go on with the next step.
-            self.scheduler.abandon()
-            self.runner.restore_pools()
-            raise
-        updated = self.scheduler.update(plan, tokens, result.candidates)
-        collect_prompt_logprobs(plan, result, self._tracked)
-        # The rows that sample come first, and `updated` keeps their order.
-        row_of = {id(sequence): row for row, sequence in enumerate(plan.sequences)}
-        changed: dict[str, RequestState] = {}
-        for sequence in updated:
-            tracked = self._tracked[sequence.request.request_id]
-            changed[tracked.request.request_id] = tracked
-            self._advance(tracked, sequence, result, row_of[id(sequence)])
-        for sequence in plan.sequences[: plan.num_sampled]:
-            request_id = sequence.request.request_id
-            if sequence.request.beams is not None and request_id in self._tracked:
-                changed[request_id] = self._tracked[request_id]
-        for request_id, tracked in changed.items():
+        for tracked in self._loop.step(self._tracked):
+            request_id = tracked.request.request_id
             if tracked.request.finished:
                 del self._tracked[request_id]
                 if tracked.request.keep:
                     self._kept[request_id] = tracked
             if tracked.request.finished or tracked.reports_progress:
                 self._pending_outputs.append(tracked.output())
-
-    def _advance(
-        self, tracked: RequestState, sequence: Sequence, result: StepResult, row: int
-    ) -> None:
-        """Take in a sequence's new token: logprobs and stop strings."""
-        params = tracked.request.sampling_params
-        sample = tracked.samples[sequence.index]
-        if tracked.needs_logprobs:
-            chosen, logprobs = result.logprobs(row, params.logprobs or 0)
-            sample.cumulative_logprob += chosen
-            if params.logprobs is not None:
-                sample.logprobs.append(logprobs)
-        self._executor.allow_stop_tokens(tracked, sample)
-        if params.stop or tracked.reports_progress:
-            stop_string = sample.detokenize()
-            if stop_string is not None:
-                self.scheduler.finish(sequence, "stop", stop_string)
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters."""
@@ -532,12 +421,13 @@ class Engine:
             preemptions_swap=scheduler.memory.preemptions_swap,
             swapped_out_bytes=self.runner.swap_pool.swapped_out_bytes,
             copy_on_write_blocks=manager.copy_on_write_blocks,
-            prefix_cached_tokens=scheduler.memory.prefix_cached_tokens,
+            prefix_query_tokens=manager.prefix_query_tokens,
+            prefix_cached_tokens=manager.prefix_hit_tokens,
             prompt_tokens=scheduler.prompt_tokens,
             generated_tokens=scheduler.generated_tokens,
             steps=scheduler.steps,
             num_buckets=len(self.runner.buckets),
             warmup_seconds=self._warmup_seconds,
             compilations_after_warmup=self._compilations.count,
-            padded_tokens=self._executor.padded_tokens,
+            padded_tokens=self._loop.padded_tokens,
         )

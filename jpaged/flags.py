@@ -35,7 +35,7 @@ _ENGINE_FLAGS = {
     "scheduling_policy": ("string", "fcfs or priority."),
     "tensor_parallel_size": ("integer", "Devices that share the model."),
     "attention_backend": ("string", "auto, xla, triton, mosaic or reference."),
-    "overlap": ("bool", "Schedule a step while the one before it runs."),
+    "overlap": ("bool", "Plan and dispatch a step while the one before it runs."),
     "batch_invariant": ("bool", "Bitwise the same result in every batch."),
     "compilation_cache_dir": (
         "string",

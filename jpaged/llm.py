@@ -84,7 +84,7 @@ class LLM:
         scheduling_policy: str = "fcfs",
         tensor_parallel_size: int = 1,
         attention_backend: str = "auto",
-        overlap: bool = False,
+        overlap: bool = True,
         batch_invariant: bool = False,
         compilation_cache_dir: str | None = None,
         seed: int = 0,

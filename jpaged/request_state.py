@@ -19,15 +19,12 @@ class SampleState:
     Attributes:
         sequence: the scheduler's side of it.
         detokenizer: None without a tokenizer.
-        masks_stop_tokens: whether its row of the bias table holds back the stop tokens, as it
-            does until it has min_tokens.
         logprobs: of the generated tokens so far, if asked for.
         cumulative_logprob: sum over the chosen tokens, if asked for.
     """
 
     sequence: Sequence
     detokenizer: Detokenizer | None
-    masks_stop_tokens: bool = False
     logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     cumulative_logprob: float = 0.0
     _detokenized: int = 0
@@ -81,6 +78,11 @@ class RequestState:
         make_detokenizer: a fresh one for a sample; returns None without a tokenizer.
         samples: one for each sequence; of beams, none.
         prompt_logprobs: of the prompt tokens so far, if asked for; the first has none.
+        chooses_samples: whether more sequences are sampled than returned (best_of > n).
+        needs_logprobs: whether its rows need log-probabilities from the device.
+        reports_progress: whether its outputs mean something before it is finished: not where the
+            best samples or beams are chosen at the end.
+        reads_tokens: whether the engine looks at its tokens one by one as they come.
     """
 
     request: Request
@@ -95,17 +97,24 @@ class RequestState:
         default_factory=lambda: [None]
     )
 
+    chooses_samples: bool = dataclasses.field(init=False)
+    needs_logprobs: bool = dataclasses.field(init=False)
+    reports_progress: bool = dataclasses.field(init=False)
+    reads_tokens: bool = dataclasses.field(init=False)
+
     def __post_init__(self) -> None:
+        params, beams = self.request.sampling_params, self.request.beams
         self.samples = []
-        if self.request.beams is None:
+        if beams is None:
             self.samples = [
                 SampleState(sequence, self.make_detokenizer())
                 for sequence in self.request.sequences
             ]
-
-    def sample_of(self, sequence: Sequence) -> SampleState | None:
-        """The state of one of its sequences; None for a beam."""
-        return self.samples[sequence.index] if self.samples else None
+        self.chooses_samples = len(self.samples) > params.n
+        chooses = self.chooses_samples or beams is not None
+        self.needs_logprobs = chooses or params.logprobs is not None
+        self.reports_progress = self.stream and not chooses
+        self.reads_tokens = self.needs_logprobs or self.reports_progress or bool(params.stop)
 
     def text_so_far(self) -> str | None:
         """The prompt's text and what its one sample has added; None if that has no text."""
@@ -113,23 +122,6 @@ class RequestState:
             return None
         self.samples[0].detokenize()  # a request that does not stream is behind with it
         return self.prompt + self.samples[0].output(0).text
-
-    @property
-    def chooses_samples(self) -> bool:
-        """Whether more sequences are sampled than returned (best_of > n)."""
-        return len(self.samples) > self.request.sampling_params.n
-
-    @property
-    def needs_logprobs(self) -> bool:
-        """Whether its rows need log-probabilities from the device."""
-        asked = self.request.sampling_params.logprobs is not None
-        return asked or self.chooses_samples or self.request.beams is not None
-
-    @property
-    def reports_progress(self) -> bool:
-        """Whether its outputs mean something before it is finished: not where the best samples or
-        beams are chosen at the end."""
-        return self.stream and self.request.beams is None and not self.chooses_samples
 
     def output(self) -> RequestOutput:
         """A snapshot for the caller."""

@@ -23,8 +23,10 @@ class EngineStats:
         preemptions_swap: how often a request's blocks were saved to host memory instead.
         swapped_out_bytes: bytes of keys, values and token ids that were saved there.
         copy_on_write_blocks: blocks copied because they were shared and about to be written.
-        prefix_cached_tokens: tokens whose blocks were found in the cache and not computed, of
-            prompts and of preempted requests that came back.
+        prefix_query_tokens: tokens that were looked for in the cache: of prompts, and of preempted
+            requests that came back to be computed again.
+        prefix_cached_tokens: tokens among these whose blocks were found, so that they were not
+            computed.
         prompt_tokens: tokens of the prompts admitted, each counted once.
         generated_tokens: tokens generated.
         steps: steps executed.
@@ -44,6 +46,7 @@ class EngineStats:
     preemptions_swap: int
     swapped_out_bytes: int
     copy_on_write_blocks: int
+    prefix_query_tokens: int
     prefix_cached_tokens: int
     prompt_tokens: int
     generated_tokens: int
@@ -58,3 +61,10 @@ class EngineStats:
         """Share of the allocated token slots that held no token, averaged over steps: what the last
         blocks of sequences have to spare. Nothing else is wasted: all blocks are of one size."""
         return 1.0 - self.slots_used_share
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the tokens that were looked for in the cache that were found; 0.0 before any
+        was looked for."""
+        looked_for = self.prefix_query_tokens
+        return self.prefix_cached_tokens / looked_for if looked_for else 0.0

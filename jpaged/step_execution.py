@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
+from jaxtyping import Int
 
 from jpaged.memory import BlockManager
-from jpaged.request_state import RequestState, SampleState
+from jpaged.request_state import RequestState
 from jpaged.runner.batch import PARAMETERS, build_batch, pack_parameters
-from jpaged.runner.buckets import choose_bucket
-from jpaged.runner.model_runner import ModelRunner, StepResult
+from jpaged.runner.buckets import Bucket, choose_bucket
 from jpaged.runner.sampler import MASKED_LOGIT
 from jpaged.scheduling import Sequence, StepPlan
+
+
+class StepResults(Protocol):
+    """A step's result on its way from the device; `StepResult` is one."""
+
+    def tokens(self, count: int, /) -> Int[np.ndarray, " count"]: ...
+
+    def logprobs(self, row: int, best: int, /) -> tuple[float, dict[int, float]]: ...
+
+    def candidates(self, row: int, /) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def prompt_logprobs(self, index: int, best: int, /) -> dict[int, float]: ...
+
+
+class StepRunner(Protocol):
+    """What steps are run on: `ModelRunner`, or a stand-in for it."""
+
+    buckets: list[Bucket]
+    vocab_size: int
+
+    def move_blocks(
+        self, swapped_out: np.ndarray, copied: np.ndarray, swapped_in: np.ndarray, /
+    ) -> None: ...
+
+    def set_bias(self, slot: int, row: np.ndarray, /) -> None: ...
+
+    def execute(self, bucket: Bucket, buffer: np.ndarray, /) -> StepResults: ...
+
+    def restore_pools(self) -> None: ...
 
 
 class StepExecutor:
@@ -22,21 +52,24 @@ class StepExecutor:
         padded_tokens: token rows computed for nothing so far: bucket sizes less the plans' tokens.
     """
 
-    def __init__(self, runner: ModelRunner, manager: BlockManager) -> None:
+    def __init__(self, runner: StepRunner, manager: BlockManager) -> None:
         self.padded_tokens = 0
         self._runner = runner
         self._manager = manager
         # int32 [slots, P]: sampling parameters of the request in each slot.
         self._parameters = np.zeros((len(manager.tables), len(PARAMETERS)), np.int32)
+        self._masked: set[int] = set()  # slots whose row of the bias table bans stop tokens
 
-    def execute(self, plan: StepPlan, tracked: Mapping[str, RequestState]) -> StepResult | None:
+    def execute(self, plan: StepPlan, tracked: Mapping[str, RequestState]) -> StepResults | None:
         """Moves the plan's blocks and dispatches its step; None if it computes nothing.
 
         tracked  the unfinished requests by id
         """
         self._runner.move_blocks(plan.moves.swapped_out, plan.moves.copied, plan.moves.swapped_in)
         for sequence in plan.admitted:
-            self.bind(tracked[sequence.request.request_id], sequence)
+            self._bind(tracked[sequence.request.request_id], sequence)
+        if self._masked:
+            self._allow_stop_tokens(plan, tracked)
         if not plan.sequences:
             return None
         context_lens = plan.starts + plan.lengths
@@ -49,12 +82,8 @@ class StepExecutor:
         self.padded_tokens += bucket.tokens - plan.num_tokens
         buffer = build_batch(
             bucket,
-            token_ids=[
-                sequence.token_ids[start:end]
-                for sequence, start, end in zip(
-                    plan.sequences, plan.starts.tolist(), context_lens.tolist()
-                )
-            ],
+            token_ids=_token_ids(plan),
+            lengths=plan.lengths,
             context_lens=context_lens,
             slots=plan.slots,
             num_sampled=plan.num_sampled,
@@ -64,18 +93,23 @@ class StepExecutor:
         )
         return self._runner.execute(bucket, buffer)
 
-    def bind(self, tracked: RequestState, sequence: Sequence) -> None:
-        """Write a request's sampling parameters into the rows of the slot that it was given."""
+    def _bind(self, tracked: RequestState, sequence: Sequence, num_output_tokens: int = -1) -> None:
+        """Write a request's sampling parameters into the rows of the slot that it was given, for
+        what is sampled after num_output_tokens tokens (-1: all that are known)."""
         params = tracked.request.sampling_params
         vocab_size = self._runner.vocab_size
-        sample = tracked.sample_of(sequence)
+        if num_output_tokens < 0:
+            num_output_tokens = sequence.num_output_tokens
+        # Beams see to it themselves.
         masks_stop_tokens = bool(
-            sample is not None
+            tracked.request.beams is None
             and tracked.request.stop_token_ids
-            and sequence.num_output_tokens < params.min_tokens
+            and num_output_tokens < params.min_tokens
         )
-        if sample is not None:
-            sample.masks_stop_tokens = masks_stop_tokens
+        if masks_stop_tokens:
+            self._masked.add(sequence.slot)
+        else:
+            self._masked.discard(sequence.slot)
         has_bias = bool(params.logit_bias) or masks_stop_tokens
         self._parameters[sequence.slot] = pack_parameters(
             {
@@ -103,12 +137,30 @@ class StepExecutor:
                 row[list(tracked.request.stop_token_ids)] = MASKED_LOGIT
             self._runner.set_bias(sequence.slot, row)
 
-    def allow_stop_tokens(self, tracked: RequestState, sample: SampleState) -> None:
-        """End the ban on stop tokens of a sample that has min_tokens, unless its slot is gone."""
-        sequence = sample.sequence
-        enough = sequence.num_output_tokens >= tracked.request.sampling_params.min_tokens
-        if sample.masks_stop_tokens and enough and sequence.slot >= 0:
-            self.bind(tracked, sequence)
+    def _allow_stop_tokens(self, plan: StepPlan, tracked: Mapping[str, RequestState]) -> None:
+        """End the ban on stop tokens where this step samples a token after min_tokens."""
+        for row, sequence in enumerate(plan.sequences[: plan.num_sampled]):
+            if sequence.slot not in self._masked:
+                continue
+            context_len = int(plan.starts[row] + plan.lengths[row])
+            num_output_tokens = context_len - sequence.num_prompt_tokens
+            if num_output_tokens >= sequence.request.sampling_params.min_tokens:
+                self._bind(tracked[sequence.request.request_id], sequence, num_output_tokens)
+
+
+def _token_ids(plan: StepPlan) -> Int[np.ndarray, " tokens"]:
+    """The tokens that a plan computes, row after row."""
+    tokens = np.empty(plan.num_tokens, np.int32)
+    starts = plan.starts.tolist()
+    # The decodes, which come first, one by one: slices of one element would take longer.
+    count = plan.num_decodes
+    tokens[:count] = [s.token_ids[start] for s, start in zip(plan.sequences[:count], starts)]
+    lengths = plan.lengths.tolist()
+    for row in range(plan.num_decodes, len(starts)):
+        chunk = plan.sequences[row].token_ids[starts[row] : starts[row] + lengths[row]]
+        tokens[count : count + len(chunk)] = chunk
+        count += len(chunk)
+    return tokens
 
 
 def _logprob_targets(
@@ -130,14 +182,15 @@ def _logprob_targets(
 
 
 def collect_prompt_logprobs(
-    plan: StepPlan, result: StepResult, tracked: Mapping[str, RequestState]
+    plan: StepPlan, result: StepResults, tracked: Mapping[str, RequestState]
 ) -> None:
     """Hand the prompt logprobs that a step computed to their requests."""
     ends = np.cumsum(plan.lengths)
     for row, sequence in enumerate(plan.sequences):
         best = sequence.request.sampling_params.prompt_logprobs
         state = tracked.get(sequence.request.request_id)
-        if best is None or state is None:
+        # The name may be another request's by now.
+        if best is None or state is None or state.request is not sequence.request:
             continue
         known = state.prompt_logprobs
         offset = int(ends[row] - plan.lengths[row] - plan.starts[row])

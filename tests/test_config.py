@@ -23,7 +23,7 @@ DEFAULTS = {
     "scheduling_policy": "fcfs",
     "tensor_parallel_size": 1,
     "attention_backend": "auto",
-    "overlap": False,
+    "overlap": True,
     "batch_invariant": False,
     "compilation_cache_dir": None,
     "seed": 0,
@@ -87,7 +87,6 @@ WRONG_TYPE = {
 
 NOT_BUILT = {
     "tensor_parallel_size": [2],
-    "overlap": [True],
     "batch_invariant": [True],
 }
 

@@ -389,7 +389,6 @@ def no_loading(monkeypatch):
     "arguments, kind, message",
     [
         ({"block_size": 0}, ValueError, "^block_size must be "),
-        ({"overlap": True}, NotImplementedError, "^overlap=True asks for overlapped scheduling"),
         ({"dtype": "float16"}, ValueError, "^dtype must be 'auto', 'float32' or 'bfloat16', got"),
         ({"dtype": None}, ValueError, "^dtype must be 'auto', 'float32' or 'bfloat16', got None"),
         ({"model": None}, TypeError, "^model must be a string or a path, got None"),

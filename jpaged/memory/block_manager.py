@@ -20,7 +20,7 @@ class BlockManager(BlockTables):
 
     Swapping: `swap_out` gives back a group of sequences' slots and blocks after their contents
     have been copied to host memory, `swap_in` brings them back in other slots and blocks, and
-    `drop_swapped` gives them up.
+    `drop_swapped` gives them up, `drop_one_swapped` one of them.
 
     Prefix caching (off unless enabled; then `match_prefix` finds nothing and `publish` does
     nothing): blocks that are full and computed are published; whoever starts with the same tokens
@@ -34,7 +34,8 @@ class BlockManager(BlockTables):
     may be appended to or freed, but not forked, published or swapped out.
 
     Attributes:
-        prefix_query_tokens: tokens of sequences that were allocated after a look-up, running sum.
+        prefix_query_tokens: tokens that were looked up for sequences that were then allocated,
+            running sum.
         prefix_hit_tokens: tokens among these that were found.
     """
 
@@ -94,7 +95,7 @@ class BlockManager(BlockTables):
             prefix_blocks: what `match_prefix` returned for this sequence, or the beginning of that;
                 nothing may have been taken in between. They are shared.
             num_query_tokens: how many tokens were looked up, for the statistics: None means
-                num_tokens.
+                num_tokens; 0 that the look-up was another sequence's, and is not counted again.
 
         Raises:
             ValueError: num_tokens is not in 1 .. max_blocks_per_sequence * block_size, or leaves no
@@ -105,14 +106,18 @@ class BlockManager(BlockTables):
         slot = super().allocate(num_tokens, prefix_blocks)
         self._published[slot] = chain
         if self._cache is not None:
-            self.prefix_query_tokens += num_tokens if num_query_tokens is None else num_query_tokens
-            self.prefix_hit_tokens += len(prefix_blocks) * self.block_size
+            looked_up = num_tokens if num_query_tokens is None else num_query_tokens
+            self.prefix_query_tokens += looked_up
+            self.prefix_hit_tokens += min(len(prefix_blocks) * self.block_size, looked_up)
         return slot
 
-    def fork(self, slot: int, n: int = 1) -> list[int]:
-        forks = super().fork(slot, n)
+    def fork(self, slot: int, n: int = 1, num_tokens: int | None = None) -> list[int]:
+        forks = super().fork(slot, n, num_tokens)
         for fork in forks:
-            self._published[fork] = self._published[slot]
+            published = self._published[slot]
+            while published is not None and published.depth > self.num_blocks_of(fork):
+                published = published.parent
+            self._published[fork] = published
         return forks
 
     def free(self, slot: int) -> None:
@@ -126,7 +131,10 @@ class BlockManager(BlockTables):
         return copies
 
     def match_prefix(
-        self, token_ids: Int32[np.ndarray, " n"], salt: str | None = None
+        self,
+        token_ids: Int32[np.ndarray, " n"],
+        salt: str | None = None,
+        chain: list[CachedBlock] | None = None,
     ) -> Int32[np.ndarray, " p"]:
         """The longest cached chain of full blocks that holds a prefix of these n (>= 1) tokens.
 
@@ -137,8 +145,13 @@ class BlockManager(BlockTables):
         if self._cache is None:
             return np.zeros(0, np.int32)
         limit = (len(token_ids) - 1) // self.block_size * self.block_size
-        chain = self._cache.match(token_ids[:limit], salt)
+        chain = self._cache.match(token_ids[:limit], salt, chain)
         return np.fromiter((entry.block for entry in chain), np.int32, len(chain))
+
+    def num_published(self, slot: int) -> int:
+        """How many of a sequence's first blocks can be found."""
+        last = self._published[slot]
+        return 0 if last is None else last.depth
 
     def publish(
         self,
@@ -274,6 +287,26 @@ class BlockManager(BlockTables):
         """Give up sequences that are swapped out (ValueError if they are not)."""
         self._check_swapped(swapped)
         self._swap_space.free(self._swapped.pop(swapped), busy=swapped in self._leaving)
+
+    def drop_one_swapped(self, swapped: Swapped, index: int) -> None:
+        """Give up one of several sequences that are swapped out, and the blocks that it alone
+        holds; the others move up.
+
+        index: its place among the sequences that are left.
+
+        Raises:
+            ValueError: they are not swapped out, or it is not one of several.
+        """
+        self._check_swapped(swapped)
+        if not 0 <= index < swapped.num_sequences or swapped.num_sequences == 1:
+            raise ValueError(
+                f"index must be that of one of several sequences, got {index} of "
+                f"{swapped.num_sequences}"
+            )
+        held = self._swapped[swapped]
+        dropped = {held[i] for i in swapped.drop(index)}
+        self._swapped[swapped] = [block for block in held if block not in dropped]
+        self._swap_space.free(sorted(dropped), busy=swapped in self._leaving)
 
     def _check_swapped(self, swapped: Swapped) -> None:
         if swapped not in self._swapped:

@@ -249,30 +249,43 @@ class BlockTables:
             self._sharers.difference_update(slots.tolist())
         self.num_tokens[slots] = held + 1
 
-    def fork(self, slot: int, n: int = 1) -> list[int]:
-        """n (>= 0) more slots with the tokens of a sequence, sharing all of its blocks.
+    def fork(self, slot: int, n: int = 1, num_tokens: int | None = None) -> list[int]:
+        """n (>= 0) more slots with the tokens of a sequence, sharing its blocks.
 
         The tokens of a last block with room must have been computed before any of these sequences
         appends: copies are made at the start of a step.
 
+        num_tokens: how many of its first tokens; None means all, else they must end with a block,
+            so that nobody writes what others have.
+
         Raises:
-            ValueError: n is negative, or the slot unused, or its last block not copied yet.
+            ValueError: n is negative, or the slot unused, or its last block not copied yet, or
+                num_tokens not a multiple of block_size in 1 .. the tokens that it holds.
             NoFreeBlocksError: the tables have fewer than n free rows.
         """
         if n < 0:
             raise ValueError(f"n must be >= 0, got {n}")
         self._check_in_use(slot)
+        held = int(self.num_tokens[slot])
+        if num_tokens is None:
+            num_tokens = held
+        elif num_tokens % self.block_size or not 1 <= num_tokens <= held:
+            raise ValueError(
+                f"num_tokens must be None or a multiple of block_size={self.block_size} in "
+                f"[1, {held}], got {num_tokens}"
+            )
         if int(self.block_table(slot)[-1]) in self._moves.copies:
             raise ValueError(f"slot must be forked before it is appended to or later, got {slot}")
         self._check_rows(n)
         if n == 0:
             return []
-        table = self.block_table(slot)
+        table = self.block_table(slot)[: self.blocks_for(num_tokens)]
         self.pool.share(table, n)
         forks = [self._free_slots.pop() for _ in range(n)]
         self.tables[forks, : len(table)] = table
-        self.num_tokens[forks] = self.num_tokens[slot]
-        self._note_sharers([slot, *forks])
+        self.num_tokens[forks] = num_tokens
+        if num_tokens % self.block_size:
+            self._sharers.update([slot, *forks])
         return forks
 
     def free(self, slot: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from jaxtyping import Int32
@@ -68,17 +68,30 @@ class PrefixCache:
         """What a block is cached as."""
         return self._by_block.get(block)
 
-    def split(self, token_ids: Int32[np.ndarray, " n"]) -> list[bytes]:
+    def split(self, token_ids: Int32[np.ndarray, " n"]) -> Iterator[bytes]:
         """The tokens of each full block, as entries hold them."""
         data = np.ascontiguousarray(token_ids, np.int32).tobytes()
         size = 4 * self.block_size
-        return [data[i : i + size] for i in range(0, len(data) - size + 1, size)]
+        return (data[i : i + size] for i in range(0, len(data) - size + 1, size))
 
-    def match(self, token_ids: Int32[np.ndarray, " n"], salt: str | None) -> list[CachedBlock]:
-        """The longest chain of entries that holds a prefix of these tokens."""
-        chain: list[CachedBlock] = []
-        parent = None
-        for tokens in self.split(token_ids):
+    def match(
+        self,
+        token_ids: Int32[np.ndarray, " n"],
+        salt: str | None,
+        chain: list[CachedBlock] | None = None,
+    ) -> list[CachedBlock]:
+        """The longest chain of entries that holds a prefix of these tokens.
+
+        chain: what this gave before for the same salt and tokens, or for the first or more of them.
+            It is brought up to date and given back: what of it is still here is not looked up.
+        """
+        chain = [] if chain is None else chain
+        del chain[len(token_ids) // self.block_size :]
+        # The parents of an entry that is here are here too.
+        while chain and self._by_block.get(chain[-1].block) is not chain[-1]:
+            chain.pop()
+        parent = chain[-1] if chain else None
+        for tokens in self.split(token_ids[len(chain) * self.block_size :]):
             parent = self._find(parent, tokens, salt, self._hash_after(parent, tokens, salt))
             if parent is None:
                 break

@@ -44,6 +44,19 @@ class Swapped:
         one for several blocks of the pool)."""
         return np.fromiter(self.moves.values(), np.int32, len(self.moves))
 
+    def drop(self, index: int) -> list[int]:
+        """Leave out one of several sequences, and the blocks that it alone holds: gives what the
+        indices of these were."""
+        del self.tables[index]
+        self.num_tokens = self.num_tokens[:index] + self.num_tokens[index + 1 :]
+        used = np.unique(np.concatenate(self.tables))
+        dropped = np.setdiff1d(np.arange(self.num_blocks), used).tolist()
+        moves = list(self.moves.items())
+        self.moves = dict(moves[i] for i in used.tolist())
+        self.tables = [np.searchsorted(used, table).astype(np.int32) for table in self.tables]
+        self.num_blocks = len(used)
+        return dropped
+
 
 class SwapSpace:
     """Hands out block ids 0 .. num_blocks - 1 of host memory and takes them back.

@@ -110,7 +110,8 @@ def pack_parameters(values: dict[str, int | float]) -> Int[np.ndarray, " P"]:
 def build_batch(
     bucket: Bucket,
     *,
-    token_ids: list[Int[np.ndarray, " _"]],
+    token_ids: Int[np.ndarray, " tokens"],
+    lengths: Int[np.ndarray, " n"],
     context_lens: Int[np.ndarray, " n"],
     slots: Int[np.ndarray, " n"],
     num_sampled: int,
@@ -120,7 +121,9 @@ def build_batch(
 ) -> Int[np.ndarray, " words"]:
     """The packed buffer of a step: a fresh array, since the device may read it after we return.
 
-    token_ids        for each row, the tokens that this step computes
+    token_ids        the tokens that this step computes, row after row; -1 for the token that was
+                     sampled last in the row's slot
+    lengths          tokens of each row
     context_lens     tokens in each row's cache after this step
     slots            each row's row in `tables` and `parameters`
     num_sampled      how many of the first rows sample a token
@@ -129,13 +132,12 @@ def build_batch(
     """
     buffer = np.zeros(buffer_size(bucket), np.int32)
     parts = _split(buffer, bucket)
-    n = len(token_ids)
+    n = len(lengths)
     parts["header"][0] = num_sampled
-    tokens = np.concatenate(token_ids)
-    parts["token_ids"][: len(tokens)] = tokens
+    parts["token_ids"][: len(token_ids)] = token_ids
     starts = parts["query_starts"]
-    np.cumsum([len(ids) for ids in token_ids], out=starts[1 : n + 1])
-    starts[n + 1 :] = len(tokens)  # empty rows begin and end where the live ones end
+    np.cumsum(lengths, out=starts[1 : n + 1])
+    starts[n + 1 :] = len(token_ids)  # empty rows begin and end where the live ones end
     parts["context_lens"][:n] = context_lens
     parts["slots"][:n] = slots
     parts["parameters"][:n] = parameters[slots]

@@ -121,6 +121,7 @@ def forward(
     model: nnx.Module,
     kv_pool: Float[Array, "L N 2 K B D"],
     token_pool: Int[Array, "N B"],
+    last_tokens: Int[Array, " slots"],
     buffer: Int[Array, " words"],
     *,
     bucket: Bucket,
@@ -129,6 +130,9 @@ def forward(
     tile: int,
 ) -> tuple[Array, Array, Sampling, Int[Array, "T W"]]:
     """The first half of a step: KV writes, forward pass, logprobs of prompt tokens.
+
+    last_tokens  the token sampled last in each slot, for rows whose token the host did not know
+                 (UNKNOWN_TOKEN)
 
     Returns the pools, what sampling needs (padded to `sampling_rows`), and the prompt tokens'
     logprobs (rows of RESULT_WIDTH int32; zero where not asked for).
@@ -146,9 +150,10 @@ def forward(
     slot = batch.block_tables[row, position // B] * B + position % B
     slot = jnp.where(live, slot, N * B)  # out of range: dropped by the writes
 
-    token_pool = token_pool.at[slot // B, slot % B].set(batch.token_ids, mode="drop")
+    token_ids = jnp.where(batch.token_ids < 0, last_tokens[batch.slots[row]], batch.token_ids)
+    token_pool = token_pool.at[slot // B, slot % B].set(token_ids, mode="drop")
     hidden, kv_pool = model(
-        batch.token_ids,
+        token_ids,
         position,
         kv_pool,
         slot,
@@ -191,12 +196,13 @@ def sample(
     model: nnx.Module,
     token_pool: Int[Array, "N B"],
     bias_table: Float[Array, "slots V"],
+    last_tokens: Int[Array, " slots"],
     sampling: Sampling,
     *,
     tile: int,
-) -> Int[Array, "R W"]:
+) -> tuple[Int[Array, "R W"], Int[Array, " slots"]]:
     """The second half of a step: a token for each of the first num_sampled rows, packed with its
-    logprobs."""
+    logprobs; and last_tokens with these tokens in their rows' slots."""
     rows = sampling.hidden.shape[0]
 
     def compute(start):
@@ -206,7 +212,10 @@ def sample(
         logits = model.logits(hidden)  # type: ignore[attr-defined]
         return _pack_rows(*sample_rows(logits, SamplingRows(*fields), token_pool, bias_table))
 
-    return _over_tiles(min(tile, rows), rows, sampling.num_sampled, compute)
+    packed = _over_tiles(min(tile, rows), rows, sampling.num_sampled, compute)
+    sampled = jnp.arange(rows) < sampling.num_sampled
+    slots = jnp.where(sampled, sampling.slots, len(last_tokens))
+    return packed, last_tokens.at[slots].set(packed[:, 0], mode="drop")
 
 
 def _temporary_bytes(program: jax.stages.Compiled) -> int:
@@ -276,6 +285,7 @@ class ModelRunner:
             num_layers, num_kv_heads, block_size, head_dim, self._pool_dtype
         )
         self._bias_table = self._new_bias_table()
+        self._last_tokens = self._new_last_tokens()
         self._set_bias: Callable | None = None
         self._forward: dict[Bucket, jax.stages.Compiled] = {}
         self._sample: dict[tuple[int, int], jax.stages.Compiled] = {}  # by rows and table width
@@ -351,6 +361,9 @@ class ModelRunner:
     def _new_bias_table(self) -> Float[Array, "slots V"]:
         return jnp.zeros((self._num_slots, self.vocab_size), jnp.float32)
 
+    def _new_last_tokens(self) -> Int[Array, " slots"]:
+        return jnp.zeros(self._num_slots, jnp.int32)
+
     def restore_pools(self) -> None:
         """Allocate anew, and empty, what a failed step has lost.
 
@@ -361,6 +374,8 @@ class ModelRunner:
             self._kv_pool, self._token_pool = self._new_pools()
         if not _is_usable(self._bias_table):
             self._bias_table = self._new_bias_table()
+        # Nobody is to be fed from it: all that ran has lost its memory.
+        self._last_tokens = self._new_last_tokens()
 
     def programs(self) -> dict[Bucket, jax.stages.Compiled]:
         """The compiled forward program of each bucket (for its memory analysis, say)."""
@@ -383,9 +398,9 @@ class ModelRunner:
         L, K, D = self._pool_shape
         rows = self._sampling_rows(bucket)
 
-        def run(leaves, kv_pool, token_pool, buffer):
+        def run(leaves, kv_pool, token_pool, last_tokens, buffer):
             return forward(
-                self._merge(leaves), kv_pool, token_pool, buffer,
+                self._merge(leaves), kv_pool, token_pool, last_tokens, buffer,
                 bucket=bucket, sampling_rows=rows, backend=self._backend, tile=self._tile,
             )  # fmt: skip
 
@@ -394,14 +409,15 @@ class ModelRunner:
             self._leaf_shapes(),
             jax.ShapeDtypeStruct((L, num_blocks, 2, K, self.block_size, D), self._pool_dtype),
             jax.ShapeDtypeStruct((num_blocks, self.block_size), jnp.int32),
+            jax.ShapeDtypeStruct((self._num_slots,), jnp.int32),
             jax.ShapeDtypeStruct((buffer_size(bucket),), jnp.int32),
         )
         return self._compiled(jax.jit(run, donate_argnums=(1, 2)), *shapes)
 
     def _compile_sample(self, rows: int, width: int, num_blocks: int) -> jax.stages.Compiled:
-        def run(leaves, token_pool, bias_table, sampling):
+        def run(leaves, token_pool, bias_table, last_tokens, sampling):
             model = self._merge(leaves)
-            return sample(model, token_pool, bias_table, sampling, tile=self._tile)
+            return sample(model, token_pool, bias_table, last_tokens, sampling, tile=self._tile)
 
         def ints(*shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -412,6 +428,7 @@ class ModelRunner:
             self._leaf_shapes(),
             ints(num_blocks, self.block_size),
             jax.ShapeDtypeStruct(self._bias_table.shape, jnp.float32),
+            ints(self._num_slots),
             Sampling(
                 ints(), hidden, ints(rows), ints(rows), ints(rows, len(PARAMETERS)),
                 ints(rows, width),
@@ -476,8 +493,11 @@ class ModelRunner:
     def execute(self, bucket: Bucket, buffer: Int[np.ndarray, " words"]) -> StepResult:
         """Dispatch one step and return at once. `buffer` must not be written to afterwards."""
         self._kv_pool, self._token_pool, sampling, prompt_rows = self._forward[bucket](
-            self._leaves, self._kv_pool, self._token_pool, buffer
+            self._leaves, self._kv_pool, self._token_pool, self._last_tokens, buffer
         )
         program = self._sample[self._sampling_rows(bucket), bucket.blocks]
-        rows = program(self._leaves, self._token_pool, self._bias_table, sampling)
+        rows, self._last_tokens = program(
+            self._leaves, self._token_pool, self._bias_table, self._last_tokens, sampling
+        )
+        rows.copy_to_host_async()
         return StepResult(rows, prompt_rows)

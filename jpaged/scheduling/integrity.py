@@ -17,9 +17,9 @@ _WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.SWAPPE
 def check_integrity(scheduler: Scheduler) -> None:
     """Raise AssertionError unless queues, requests and memory agree; between steps only.
 
-    Holds between `update` and `schedule`: each row of a running sequence holds exactly its computed
-    tokens, waiting ones have no row, finished ones only if they are kept, all queues are in order,
-    and every request that the scheduler knows is in one of them.
+    Holds before and after `schedule` and `update`: each row of a running sequence holds exactly
+    its computed tokens, waiting ones have no row, finished ones only if they are kept, all queues
+    are in order, and every request that the scheduler knows is in one of them.
     """
     manager = scheduler.block_manager
     manager.check_integrity()
@@ -34,7 +34,9 @@ def check_integrity(scheduler: Scheduler) -> None:
                 _expect(sequence.slot < 0, request, "holds a row that it does not compute")
                 continue
             rows.append(_checked_row(scheduler, sequence))
-            _expect(sequence.num_missing_tokens > 0, request, "has nothing to compute")
+            waits = sequence.num_pending > 0 or request.beams is not None
+            _expect(waits or sequence.num_missing_tokens > 0, request, "has nothing to compute")
+            _expect(0 <= sequence.num_pending <= 2, request, "has more pending tokens than steps")
         if not request.is_forked:
             computed = request.leader.num_computed_tokens
             _expect(computed < request.fork_point, request, "should have been forked")

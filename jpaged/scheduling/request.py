@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from jpaged.scheduling.beam_search import BeamSearch
 
 
+# Stands in `Sequence.token_ids` for a token that only the device knows yet.
+UNKNOWN_TOKEN = -1
+
+
 class RequestStatus(enum.Enum):
     """Where a request is. WAITING, PREEMPTED and SWAPPED ones are in the waiting queue, without
     blocks of the KV pool; SWAPPED ones have their blocks in the swap space. A KEPT one is finished,
@@ -37,12 +41,16 @@ class Sequence:
         request: the request it belongs to.
         index: which of the request's samples it is.
         token_ids: int32 [request.max_total_tokens]; the first num_tokens entries are prompt and
-            generated tokens, the others undefined. Filled by Request and `Scheduler.update`.
+            generated tokens, the next num_pending ones UNKNOWN_TOKEN, the others undefined. Filled
+            by Request and the scheduler.
         num_tokens: tokens known so far. Advanced by `Scheduler.update`.
+        num_pending: tokens after those that steps under way are sampling. The device knows them
+            before the host does, so the next step can be planned with them.
         num_prompt_tokens: tokens of the prompt.
         num_computed_tokens: tokens whose keys and values are in the KV pool (or, of a SWAPPED
-            request, in the swap space), always the first ones. Advanced by `Scheduler.update`, set
-            to 0 when the sequence is preempted to be computed again.
+            request, in the swap space) once the steps under way have run, always the first ones.
+            Advanced by `Scheduler.schedule`, set to 0 when the sequence is preempted to be
+            computed again.
         slot: row in `BlockManager.tables`; -1 while the sequence holds no memory. Set by the
             scheduler.
         finish_reason: None while unfinished, then "stop", "length" or "abort". Set by the
@@ -56,6 +64,7 @@ class Sequence:
     token_ids: Int32[np.ndarray, " capacity"]
     num_tokens: int
     num_prompt_tokens: int
+    num_pending: int = 0
     num_computed_tokens: int = 0
     slot: int = -1
     finish_reason: str | None = None
@@ -73,8 +82,15 @@ class Sequence:
 
     @property
     def num_missing_tokens(self) -> int:
-        """Known tokens that are not computed yet."""
-        return self.num_tokens - self.num_computed_tokens
+        """Tokens, pending ones included, that are not computed yet."""
+        return self.num_tokens + self.num_pending - self.num_computed_tokens
+
+    @property
+    def awaits_last_token(self) -> bool:
+        """Whether the token that a step under way samples will be its last: its keys are never
+        needed."""
+        ahead = self.num_tokens + self.num_pending
+        return self.num_pending > 0 and ahead == self.request.max_total_tokens
 
     def copy(self) -> Sequence:
         """The same tokens again, without memory: another beam."""

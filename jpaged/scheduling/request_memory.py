@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jpaged.memory import BlockManager, Swapped
+from jpaged.memory.prefix_cache import CachedBlock
 from jpaged.scheduling import admission
 from jpaged.scheduling.beam_search import BeamStep
 from jpaged.scheduling.request import Request, RequestStatus, Sequence
@@ -24,7 +25,6 @@ class RequestMemory:
     Attributes:
         block_manager: the blocks and their tables.
         preemptions_recompute, preemptions_swap: how often a request was preempted.
-        prefix_cached_tokens: tokens that were found in the cache and not computed.
         swapped_out_blocks: blocks saved to the swap space so far.
         max_held: int32 [rows], the most token slots that the sequence of each row will ever hold.
     """
@@ -39,11 +39,13 @@ class RequestMemory:
         self.block_manager = block_manager
         self.preemptions_recompute = 0
         self.preemptions_swap = 0
-        self.prefix_cached_tokens = 0
         self.swapped_out_blocks = 0
         self.max_held: Int32[np.ndarray, " rows"] = np.zeros_like(block_manager.num_tokens)
         self._prefix_caching = prefix_caching
         self._prefers_swap = prefers_swap
+        # The waiting request that was looked up last, and what was found: it is judged again and
+        # again, and then started.
+        self._found: tuple[Request, list[CachedBlock]] | None = None
         self._placed: list[Sequence] = []  # given a row since the last `take_placed`
         self._swaps_out: list[Swapped] = []  # since the last `take_moves`
         self._swaps_in: list[Swapped] = []
@@ -106,6 +108,7 @@ class RequestMemory:
             return self._first_chunks(request, budget)
         leader = request.leader
         goal = leader.num_tokens if request.is_forked else request.fork_point
+        looked_up = self._num_to_look_up(request)
         prefix = self._prefix(request)
         cached = len(prefix) * self.block_manager.block_size
         if goal > cached:
@@ -115,21 +118,23 @@ class RequestMemory:
             request.is_forked = True
         else:
             return None
-        looked_up = leader.num_tokens if self._prefix_caching else 0
+        self._found = None
         for sequence in rows:
             slot = self.block_manager.allocate(
                 cached + length, prefix, num_query_tokens=looked_up if sequence is leader else 0
             )
             self._place(sequence, slot)
             sequence.num_computed_tokens = cached
-        self.prefix_cached_tokens += cached
         return [(sequence, length) for sequence in rows]
 
-    def share(self, parent: Sequence, children: list[Sequence]) -> None:
-        """Give sequences that begin with the parent's tokens its blocks."""
-        manager = self.block_manager
-        held = int(manager.num_tokens[parent.slot])
-        for child, slot in zip(children, manager.fork(parent.slot, len(children)), strict=True):
+    def share(
+        self, parent: Sequence, children: list[Sequence], num_tokens: int | None = None
+    ) -> None:
+        """Give sequences that begin with the parent's tokens its blocks: those of all that it has
+        computed, or of the first num_tokens (>= 1, full blocks alone) of these."""
+        held = parent.num_computed_tokens if num_tokens is None else num_tokens
+        slots = self.block_manager.fork(parent.slot, len(children), num_tokens)
+        for child, slot in zip(children, slots, strict=True):
             child.num_computed_tokens = held
             self._place(child, slot)
 
@@ -138,7 +143,8 @@ class RequestMemory:
         if not request.is_forked:
             leader = request.leader
             return [(leader, request.fork_point - leader.num_computed_tokens)]
-        wanted = [(s, s.num_missing_tokens) for s in request.unfinished]
+        live = [s for s in request.unfinished if not s.awaits_last_token]
+        wanted = [(s, s.num_missing_tokens) for s in live]
         if request.beams is not None and any(missing > 1 for _, missing in wanted):
             # Beams are compared with each other, so they sample in the same step, once all are
             # one token short.
@@ -163,27 +169,48 @@ class RequestMemory:
 
     def _prefix(self, request: Request) -> Int32[np.ndarray, " m"]:
         """Blocks of the cache that hold the beginning of what the leader is to compute."""
-        params = request.sampling_params
-        if not self._prefix_caching or params.prompt_logprobs is not None:
-            return _NO_BLOCKS  # a cached token has no logits
+        end = self._num_to_look_up(request)
+        if not end:
+            return _NO_BLOCKS
+        if self._found is None or self._found[0] is not request:
+            self._found = request, []
+        return self.block_manager.match_prefix(
+            request.leader.token_ids[:end], request.sampling_params.cache_salt, self._found[1]
+        )
+
+    def _num_to_look_up(self, request: Request) -> int:
+        """How many of the leader's tokens are looked for in the cache."""
+        if not self._prefix_caching or request.sampling_params.prompt_logprobs is not None:
+            return 0  # a cached token has no logits
         leader = request.leader
-        end = leader.num_tokens if request.is_forked else leader.num_prompt_tokens
-        return self.block_manager.match_prefix(leader.token_ids[:end], params.cache_salt)
+        return leader.num_tokens if request.is_forked else leader.num_prompt_tokens
 
     # --- As sequences grow
 
     def computed(self, sequence: Sequence, num_computed: int) -> None:
-        """Note that a sequence's first num_computed tokens are in the pool."""
-        before, sequence.num_computed_tokens = sequence.num_computed_tokens, num_computed
-        size = self.block_manager.block_size
+        """Note that a sequence's first num_computed tokens are in the pool, or will be before
+        anything that is planned after this."""
+        sequence.num_computed_tokens = num_computed
         request = sequence.request
-        if self._prefix_caching and num_computed // size > before // size:
-            salt = request.sampling_params.cache_salt
-            self.block_manager.publish(sequence.slot, sequence.token_ids, num_computed, salt)
         if not request.is_forked and num_computed == request.fork_point:
             leader = request.leader
             self.share(leader, [s for s in request.unfinished if s is not leader])
             request.is_forked = True
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let others find the full blocks of what a sequence has computed and whose tokens are
+        known.
+
+        Not while a step is planned that has not been handed to the device: it writes to the blocks
+        that the tables named when it was planned, and this may put others in their place.
+        """
+        if not self._prefix_caching or sequence.slot < 0:
+            return
+        manager = self.block_manager
+        known = min(sequence.num_computed_tokens, sequence.num_tokens)
+        if known // manager.block_size > manager.num_published(sequence.slot):
+            salt = sequence.request.sampling_params.cache_salt
+            manager.publish(sequence.slot, sequence.token_ids, known, salt)
 
     def replace_beams(self, request: Request, step: BeamStep) -> None:
         """Make the beams that a step of the search chose, each from its parent's blocks."""
@@ -210,16 +237,26 @@ class RequestMemory:
     # --- Taking memory
 
     def release(self, sequence: Sequence) -> None:
-        """Take a sequence's row and blocks, if it has any."""
+        """Take a sequence's row and blocks, if it has any; full ones can still be found. Of what is
+        swapped out, take that of a finished sequence."""
         if sequence.slot >= 0:
+            self.publish(sequence)
             self.block_manager.free(sequence.slot)
             sequence.slot = -1
+            return
+        # A group was swapped out, and a token that was on its way then has ended one of it.
+        request = sequence.request
+        if request.swapped is not None and request.is_forked and request.unfinished:
+            saved = [s for s in request.sequences if s is sequence or s.finish_reason is None]
+            self.block_manager.drop_one_swapped(request.swapped, saved.index(sequence))
 
     def preempt(self, request: Request) -> list[Sequence]:
         """Take a running request's rows and blocks, which are saved or lost; returns the sequences
         that had some."""
         manager = self.block_manager
         live = [s for s in request.sequences if s.slot >= 0]
+        for sequence in live:
+            self.publish(sequence)
         slots = [s.slot for s in live]
         if manager.can_swap_out(slots) and self._prefers_swap(
             manager.num_distinct_blocks(slots), admission.tokens_to_compute(request)

@@ -13,7 +13,7 @@ from jpaged.memory import BlockManager
 from jpaged.scheduling import admission
 from jpaged.scheduling.integrity import check_integrity
 from jpaged.scheduling.policies import FirstComeFirstServed, Policy
-from jpaged.scheduling.request import Request, RequestStatus, Sequence
+from jpaged.scheduling.request import UNKNOWN_TOKEN, Request, RequestStatus, Sequence
 from jpaged.scheduling.request_memory import RequestMemory
 from jpaged.scheduling.step_plan import StepPlan, make_plan
 
@@ -55,8 +55,14 @@ class Scheduler:
     the pool is empty and the watermark is not asked for. Under either policy only finitely many
     requests can come before a given one.
 
-    Not thread-safe. A plan goes to `update` (or `abandon`) before the next one is made; requests
-    may be added, forked, aborted and finished in between.
+    A step may be planned while the one before it runs, without knowing the tokens that this one
+    samples: each counts as pending, and a sequence with a pending token decodes like any other (the
+    device feeds it the token). What such a token brings to an end is found out a step late, and
+    the surplus row passed over; ends by length are foreseen. Beams cannot be planned ahead
+    (`StepPlan.needs_tokens`). A preempted request comes back once its tokens are known.
+
+    Not thread-safe. Plans go to `update` in order, each before the next but one is made, or all to
+    `abandon`; requests may be added, forked, aborted and finished in between.
 
     Attributes:
         memory: what the requests hold, with counters of preemptions and cache hits.
@@ -225,11 +231,17 @@ class Scheduler:
         (source,) = parent.sequences
         # A search that goes on from finished requests must not run past those who wait.
         waits = parent.finished and self.waiting
-        if source.slot < 0 or self.num_free_rows < len(children) or waits:
+        # Each child computes its last token itself, to sample from it. Where the parent's is
+        # computed already, or on its way, the child shares the full blocks before it.
+        held, most = source.num_computed_tokens, source.num_tokens - 1
+        shared = None
+        if held > most:
+            held = shared = most // self.block_manager.block_size * self.block_manager.block_size
+        if source.slot < 0 or not held or self.num_free_rows < len(children) or waits:
             for child in children:
                 bisect.insort(self.waiting, child, key=_order)
             return
-        self.memory.share(source, [child.sequences[0] for child in children])
+        self.memory.share(source, [child.sequences[0] for child in children], shared)
         for child in children:
             self.prompt_tokens += len(child.prompt_token_ids)
             self._run(child)
@@ -261,7 +273,8 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Choose the tokens of the next step and take the memory for them.
 
-        The plan is empty only if no request is unfinished.
+        From then on they count as computed. The plan is empty only if no request is unfinished, or
+        all that are wait for the tokens of the step under way.
         """
         manager = self.block_manager
         self._saved = []
@@ -293,6 +306,7 @@ class Scheduler:
             preempted=pushed_out + preempted,
             moves=self.memory.take_moves(),
         )
+        self._count_as_computed(plan)
         if plan.sequences:
             self.steps += 1
             self.scheduled_tokens += plan.num_tokens
@@ -308,9 +322,12 @@ class Scheduler:
             # Nearly all requests have one sequence, and this loop is most of a step's host time.
             if len(sequences) == 1:
                 sequence = sequences[0]
-                length = sequence.num_tokens - sequence.num_computed_tokens
+                ahead = sequence.num_tokens + sequence.num_pending
+                length = ahead - sequence.num_computed_tokens
                 if length == 1:
-                    decodes.append(sequence)
+                    # Or its last token is on its way.
+                    if not sequence.num_pending or ahead < request.max_total_tokens:
+                        decodes.append(sequence)
                 else:
                     behind.append((sequence, length))
                 continue
@@ -328,6 +345,13 @@ class Scheduler:
             chunks.append((sequence, length))
             budget -= length
         return decodes, chunks
+
+    def _count_as_computed(self, plan: StepPlan) -> None:
+        for row, (sequence, length) in enumerate(zip(plan.sequences, plan.lengths.tolist())):
+            self.memory.computed(sequence, sequence.num_computed_tokens + length)
+            if row < plan.num_sampled and sequence.request.beams is None:
+                sequence.token_ids[sequence.num_tokens + sequence.num_pending] = UNKNOWN_TOKEN
+                sequence.num_pending += 1
 
     def _push_out(self) -> list[Sequence]:
         """Preempt what the policy lets the first waiting request push out, until it fits."""
@@ -366,7 +390,8 @@ class Scheduler:
         # the only one that is still behind.
         while self.waiting and budget > 0:
             request = self.waiting[0]
-            if request in self._saved:  # its blocks are only on their way out
+            # Its blocks are only on their way out, or its last token on its way here.
+            if request in self._saved or any(s.num_pending for s in request.sequences):
                 break
             while self.kept and not self._fits(request, budget):
                 self._forget_kept()
@@ -423,25 +448,23 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 continue
             request = sequence.request
-            num_tokens = sequence.num_tokens
-            self.memory.computed(sequence, num_tokens)
             if request.beams is not None:
+                self.memory.publish(sequence)
                 beam_rows.setdefault(request, []).append(row)
                 continue
+            num_tokens = sequence.num_tokens
             sequence.token_ids[num_tokens] = token
             sequence.num_tokens = num_tokens + 1
+            sequence.num_pending -= 1
+            self.memory.publish(sequence)
             updated.append(sequence)
             if token in request.stop_token_ids and self._may_stop(sequence):
                 listed = request.sampling_params.stop_token_ids or ()
                 self.finish(sequence, "stop", token if token in listed else None)
             elif num_tokens + 1 == request.max_total_tokens:
                 self.finish(sequence, "length")
-        for row in range(plan.num_sampled, len(plan.sequences)):
-            sequence = plan.sequences[row]
-            if sequence.finish_reason is None:
-                self.memory.computed(
-                    sequence, sequence.num_computed_tokens + int(plan.lengths[row])
-                )
+        for sequence in plan.sequences[plan.num_sampled :]:
+            self.memory.publish(sequence)
         self.generated_tokens += len(updated)
         for request, rows in beam_rows.items():
             assert candidates is not None, "beams need candidates"
@@ -463,7 +486,7 @@ class Scheduler:
             self.memory.replace_beams(request, step)
 
     def abandon(self) -> None:
-        """Take back the last plan instead of updating it, because its step failed.
+        """Take back the plans that were not updated, because a step failed.
 
         What the KV pool holds now cannot be trusted, nor what the step was to save, so all running
         requests go back to the waiting queue without memory, as if preempted to be computed again
@@ -479,6 +502,9 @@ class Scheduler:
             if request.swapped is not None:
                 self.memory.forget(request)
         self._saved = []
+        for request in self.waiting:
+            for sequence in request.sequences:
+                sequence.num_pending = 0
         self.memory.take_placed()
         self.memory.take_moves()
         self.block_manager.reset_prefix_cache()

@@ -43,22 +43,32 @@ class StepPlan:
         slots: int32 [rows], the row of each sequence in `BlockManager.tables`.
         starts: int32 [rows], tokens of each sequence that are in the KV pool before the step.
         lengths: int32 [rows], tokens to compute (>= 1): the query lengths.
+        num_decodes: how many of the first rows are decodes: one token, the last one.
         num_sampled: how many of the first rows sample a token.
         num_tokens: the sum of `lengths`.
         admitted: sequences that were given a slot since the last plan.
         preempted: sequences that lost slot and blocks to make room for this step.
         moves: blocks to move first.
+
+    The token that a row computes may be one that only the device knows yet: where a sequence's
+    token_ids hold UNKNOWN_TOKEN, it is the last one that was sampled in the row's slot.
     """
 
     sequences: list[Sequence]
     slots: Int32[np.ndarray, " rows"]
     starts: Int32[np.ndarray, " rows"]
     lengths: Int32[np.ndarray, " rows"]
+    num_decodes: int
     num_sampled: int
     num_tokens: int
     admitted: list[Sequence]
     preempted: list[Sequence]
     moves: Moves
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the next step cannot be planned before the tokens of this one are known."""
+        return any(s.request.beams is not None for s in self.sequences[: self.num_sampled])
 
 
 def make_plan(
@@ -88,6 +98,7 @@ def make_plan(
         slots=np.fromiter((s.slot for s in sequences), np.int32, len(sequences)),
         starts=np.fromiter((s.num_computed_tokens for s in sequences), np.int32, len(sequences)),
         lengths=np.array(lengths, np.int32),
+        num_decodes=len(decodes),
         num_sampled=num_sampled,
         num_tokens=sum(lengths),
         admitted=admitted,

@@ -200,7 +200,8 @@ def test_max_model_len_ends_a_sequence(engine):
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 6])
 def test_abort_at_any_point_gives_back_every_block(engine, steps):
-    # 80 tokens in chunks of 32: steps 1 and 2 are mid-prompt, later ones decode.
+    # 80 tokens in chunks of 32: steps 1 and 2 are mid-prompt, later ones decode. The token of the
+    # last step is still under way.
     victim = engine.add_request(prompt(80), GREEDY)
     for _ in range(steps):
         engine.step()
@@ -208,7 +209,7 @@ def test_abort_at_any_point_gives_back_every_block(engine, steps):
     assert engine.stats().blocks_used == 0 and not engine.has_unfinished_requests()
     (output,) = engine.step()
     assert output.finished and output.outputs[0].finish_reason == "abort"
-    assert len(output.outputs[0].token_ids) == max(0, steps - 2)
+    assert len(output.outputs[0].token_ids) == max(0, steps - 3)
     assert not engine.abort(victim)
     assert not engine.abort("no such request")
 

@@ -142,6 +142,33 @@ def test_salts_share_nothing_and_equal_ones_do(make_engine):
     assert [hits("a"), hits("b"), hits(None)] == [32, 32, 32]
 
 
+def test_hits_are_counted_once_and_give_a_rate(make_engine):
+    engine = make_engine(num_blocks=64, enable_prefix_caching=True)
+    params = SamplingParams(temperature=0, max_tokens=1)
+
+    def counted(prompt, **changes) -> tuple[int, int]:
+        """Tokens looked for and found."""
+        before = engine.stats()
+        run(engine, [(prompt, dataclasses.replace(params, **changes))])
+        after = engine.stats()
+        return (
+            after.prefix_query_tokens - before.prefix_query_tokens,
+            after.prefix_cached_tokens - before.prefix_cached_tokens,
+        )
+
+    assert engine.stats().prefix_hit_rate == 0.0
+    assert counted(SHARED) == (40, 0)
+    assert counted(SHARED) == (40, 32)
+    assert counted(SHARED[:33], n=4, temperature=1.0) == (33, 32)  # four rows of one look-up
+    assert counted(SHARED[:36], n=4, temperature=1.0) == (36, 32)
+    assert counted(SHARED, beam_width=3) == (40, 32)
+    # The log-probabilities of a prompt are not in the cache, so it is not looked for.
+    assert counted(SHARED, prompt_logprobs=0) == (0, 0)
+    stats = engine.stats()
+    assert (stats.prefix_query_tokens, stats.prefix_cached_tokens) == (189, 128)
+    assert stats.prefix_hit_rate == 128 / 189
+
+
 def test_branches_share_the_parents_blocks(make_engine):
     engine = make_engine(num_blocks=64)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -176,6 +176,52 @@ def test_publishing_costs_what_is_new():
     assert len(hashed) == 1
 
 
+def test_who_asks_again_looks_up_what_is_new_or_gone():
+    hashed = []
+
+    def counting_hash(parent_hash, tokens, salt):
+        hashed.append(tokens)
+        return hash_block(parent_hash, tokens, salt)
+
+    manager = BlockManager(64, 4, 8, 64, enable_prefix_caching=True, hash_block=counting_hash)
+    first = compute(manager, tokens(101))
+    chain = []
+
+    def ask(n):
+        hashed.clear()
+        found = manager.match_prefix(tokens(n), None, chain)
+        looked_up = len(hashed)
+        assert found.tolist() == manager.match_prefix(tokens(n)).tolist()
+        return len(found), looked_up
+
+    assert ask(120) == (25, 26)
+    assert ask(120) == (25, 1)  # whether there is one more by now
+    second = manager.allocate(120, manager.match_prefix(tokens(120)))
+    manager.publish(second, tokens(120), 120)
+    assert ask(120) == (29, 4)
+    assert ask(121) == (30, 1)
+    assert ask(81) == (20, 0)
+    assert ask(121) == (30, 10)
+    for slot in (first, second):
+        manager.free(slot)
+    manager.allocate(256 - 15 * 4)  # takes the tail
+    assert ask(121) == (15, 1)
+    manager.reset_prefix_cache()
+    assert ask(121) == (0, 1)
+
+
+def test_a_block_that_holds_other_tokens_by_now_is_not_found_again():
+    manager = make_manager(num_blocks=3)
+    manager.free(compute(manager, tokens(9)))
+    chain = []
+    before = manager.match_prefix(tokens(9), None, chain)
+    manager.free(compute(manager, tokens(9, 100)))
+    assert set(before.tolist()) & set(manager.match_prefix(tokens(9, 100)).tolist())
+    assert manager.match_prefix(tokens(9), None, chain).tolist() == []
+    manager.free(compute(manager, tokens(9)))  # and comes back, elsewhere perhaps
+    assert len(manager.match_prefix(tokens(9), None, chain)) == 2
+
+
 def test_unused_blocks_are_free_and_stay_until_they_are_needed():
     manager = make_manager(num_blocks=4)
     manager.free(compute(manager, tokens(9)))
@@ -288,6 +334,8 @@ def test_hits_are_counted():
     manager.allocate(9, prefix)
     assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (18, 8)
     manager.allocate(5, prefix[:1], num_query_tokens=30)  # a first chunk
+    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (48, 12)
+    manager.allocate(9, prefix, num_query_tokens=0)  # another one of the same look-up
     assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (48, 12)
 
 

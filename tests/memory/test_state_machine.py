@@ -71,6 +71,7 @@ class ManagerAgainstCopies(RuleBasedStateMachine):
         self.numbers: dict[tuple, int] = {}  # what each value stands for
         self.before: dict[int, int | str | None] = {}  # the value before each, or the salt
         self.past: list[tuple[str | None, list[int]]] = []
+        self.asked: dict[str | None, tuple[list[int], list]] = {}  # tokens, chain of the last match
         self.cached: dict[int, int] = {}  # the value of the last token of each published block
         self.line: list[int] = []  # cached blocks, the next to be emptied first
 
@@ -199,7 +200,12 @@ class ManagerAgainstCopies(RuleBasedStateMachine):
             salt = salt_then if again % 3 else salt
             tokens = [*seen, *tokens][:n]
         manager = self.manager
-        blocks = manager.match_prefix(np.array(tokens, np.int32), salt)
+        asked, chain = self.asked.get(salt, ([], []))
+        if asked[:n] != tokens[: len(asked)]:
+            chain = []  # these are not the same tokens and perhaps more
+        self.asked[salt] = tokens, chain
+        self.events["asked for again"] += bool(chain)
+        blocks = manager.match_prefix(np.array(tokens, np.int32), salt, chain)
         new = ModelSequence(salt)
         self.extend(new, tokens)
         longest = 0
@@ -372,6 +378,21 @@ class ManagerAgainstCopies(RuleBasedStateMachine):
         if end:
             self.end_step()
 
+    @precondition(lambda self: self.swapped)
+    @rule(pick=picks, end=ends_step)
+    def drop_one_swapped(self, pick, end):
+        swapped = [*self.swapped][pick % len(self.swapped)]
+        sequences = self.swapped[swapped]
+        if len(sequences) == 1:
+            self.refused(ValueError, self.manager.drop_one_swapped, swapped, 0)
+        else:
+            self.refused(ValueError, self.manager.drop_one_swapped, swapped, len(sequences))
+            self.manager.drop_one_swapped(swapped, pick % len(sequences))
+            del sequences[pick % len(sequences)]
+            self.events["one of several dropped"] += 1
+        if end:
+            self.end_step()
+
     @invariant()
     def agrees(self):
         if not hasattr(self, "manager"):
@@ -453,11 +474,13 @@ KINDS = [
     "copies",
     "hit blocks",
     "hit blocks in use",
+    "asked for again",
     "replaced by what was cached",
     "evicted",
     "evicted with another",
     "swapped out blocks",
     "swapped in",
+    "one of several dropped",
     "refused: allocate",
     "refused: append",
     "refused: append_one",

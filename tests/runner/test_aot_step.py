@@ -81,10 +81,10 @@ def compile_step(
     graphdef, params = nnx.split(model, nnx.Param)
     leaves, treedef = jax.tree.flatten(params)
 
-    def step(leaves, kv_pool, token_pool, buffer):
+    def step(leaves, kv_pool, token_pool, last_tokens, buffer):
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         return forward(
-            model, kv_pool, token_pool, buffer,
+            model, kv_pool, token_pool, last_tokens, buffer,
             bucket=bucket, sampling_rows=bucket.sequences, backend=backend, tile=bucket.sequences,
         )  # fmt: skip
 
@@ -93,6 +93,7 @@ def compile_step(
         leaves,
         jax.ShapeDtypeStruct(pool_shape(config, num_blocks), jnp.bfloat16),
         jax.ShapeDtypeStruct((num_blocks, BLOCK_SIZE), jnp.int32),
+        jax.ShapeDtypeStruct((bucket.sequences,), jnp.int32),
         jax.ShapeDtypeStruct((buffer_size(bucket),), jnp.int32),
         gpu="H200",
         donate_argnums=(1, 2),

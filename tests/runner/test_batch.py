@@ -24,7 +24,8 @@ def test_what_the_host_packs_the_device_unpacks():
     rows = np.stack([parameters(temperature=0.1 * slot, top_k=slot) for slot in range(6)])
     buffer = build_batch(
         BUCKET,
-        token_ids=[np.array([7], np.int32), np.array([1, 2, 3], np.int32)],
+        token_ids=np.array([7, 1, 2, 3], np.int32),
+        lengths=np.array([1, 3], np.int32),
         context_lens=np.array([5, 3], np.int32),
         slots=np.array([4, 1], np.int32),
         num_sampled=1,
@@ -52,7 +53,8 @@ def test_tables_narrower_than_the_bucket_are_padded():
     tables = np.full((2, 3), 9, np.int32)
     buffer = build_batch(
         BUCKET,
-        token_ids=[np.array([7], np.int32)],
+        token_ids=np.array([7], np.int32),
+        lengths=np.array([1], np.int32),
         context_lens=np.array([1], np.int32),
         slots=np.array([0], np.int32),
         num_sampled=1,
@@ -74,7 +76,8 @@ def test_all_64_bits_of_a_seed_travel():
 def test_each_step_gets_a_buffer_of_its_own():
     # The device may still read the buffer of the step before (BUILD_NOTES.md).
     arguments = {
-        "token_ids": [np.array([7], np.int32)],
+        "token_ids": np.array([7], np.int32),
+        "lengths": np.array([1], np.int32),
         "context_lens": np.array([1], np.int32),
         "slots": np.array([0], np.int32),
         "num_sampled": 1,

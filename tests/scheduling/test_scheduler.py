@@ -1,4 +1,4 @@
-"""Scheduler: what a step computes, one rule a test; and the traps that other engines fell into."""
+"""Scheduler: what a step computes, one rule a test."""
 
 import statistics
 import time
@@ -322,36 +322,7 @@ def test_abort_gives_back_every_block(serving_loop, make_request, state):
     assert first.sequences[0].num_output_tokens == 16
 
 
-# Traps that other engines fell into, and corners
-
-
-@pytest.mark.parametrize("prompt", [16, 17, 24, 32])
-def test_a_last_chunk_that_ends_on_a_block_edge(serving_loop, make_request, prompt):
-    """vllm 7380: the token after it needs a block that nothing was computed for."""
-    loop = serving_loop(num_blocks=12, block_size=8, max_num_seqs=4, max_num_batched_tokens=8)
-    loop.add(make_request(0, prompt, 9), make_request(1, prompt, 9))
-    loop.run()
-    assert loop.scheduler.generated_tokens == 18
-
-
-def test_a_request_comes_back_only_when_its_whole_context_fits(serving_loop, make_request):
-    """vllm 21809: resumed because its next chunk fits, it was preempted again and again."""
-    loop = serving_loop(num_blocks=12, block_size=4, max_num_seqs=4, max_num_batched_tokens=6)
-    loop.add(make_request(0, 4, 40), make_request(1, 23, 20))
-    while not loop.plans[-1:] or not loop.plans[-1].preempted:
-        loop.step()
-    second = loop.plans[-1].preempted[0]
-    assert second.request.number == 1
-    needed = loop.manager.blocks_for(second.num_tokens + 1)
-    free_blocks = []
-    while second.slot < 0:
-        free_blocks.append(loop.manager.num_free_blocks)
-        loop.step()
-    assert any(2 <= free < needed for free in free_blocks)  # a chunk of 5 tokens would have fitted
-    assert all(free < needed for free in free_blocks[:-1])
-    assert free_blocks[-1] >= needed
-    loop.run()
-    assert loop.scheduler.memory.preemptions_recompute == 1
+# Corners (faults that other engines were reported to have: test_public_reports.py)
 
 
 def test_an_admitted_prompt_is_computed_before_others_need_its_blocks(serving_loop, make_request):
@@ -380,21 +351,6 @@ def test_the_look_ahead_knows_who_is_about_to_end(serving_loop, make_request):
     assert loop.scheduler.memory.preemptions_recompute == 0
 
 
-def test_a_sequence_that_drops_out_of_the_plan_leaves_no_blocks(serving_loop, make_request):
-    """nano-vllm 207, neuralmagic/vllm 92: blocks taken for a request that then does not run."""
-    loop = serving_loop(num_blocks=6, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
-    loop.add(*(make_request(i, 8, 12) for i in range(2)))
-    loop.step()
-    loop.step()
-    assert loop.manager.num_free_blocks == 0  # 3 blocks each, with room for 3 more tokens
-    for _ in range(3):
-        assert not loop.step().preempted
-    plan = loop.step()  # both want a block: only one can have it, and there is none
-    assert (numbers(plan.sequences), numbers(plan.preempted)) == ([0], [1])
-    assert loop.manager.num_used_blocks == 4
-    loop.run()
-
-
 def test_a_budget_of_one_token(serving_loop, make_request):
     loop = serving_loop(num_blocks=4, block_size=2, max_num_seqs=8, max_num_batched_tokens=1)
     loop.add(*(make_request(i, 3, 4) for i in range(3)))
@@ -415,6 +371,43 @@ def test_a_pool_that_is_exactly_full_preempts_nobody(serving_loop, make_request)
     loop.run()
     assert loop.scheduler.memory.preemptions_recompute == 0
     assert max(len(plan.sequences) for plan in loop.plans) == 3
+
+
+def test_a_waiting_request_is_not_looked_up_in_the_cache_again_and_again(make_request):
+    scheduler = Scheduler(
+        num_blocks=12,
+        block_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        watermark=0.0,
+        enable_prefix_caching=True,
+    )
+
+    def step():
+        plan = scheduler.schedule()
+        scheduler.update(plan, np.zeros(plan.num_sampled, np.int32))
+        return plan
+
+    scheduler.add(make_request(1, 25, 1))
+    step()
+    assert scheduler.block_manager.num_cached_blocks == 6
+    scheduler.add(make_request(2, 21, 8))
+    step()
+    cache, hashed = scheduler.block_manager._cache, []
+    hash_block = cache._hash_block
+    cache._hash_block = lambda *block: hashed.append(block) or hash_block(*block)
+    scheduler.add(make_request(1, 25, 20))
+    looked_up = []
+    while scheduler.waiting:
+        hashed.clear()
+        plan = step()
+        looked_up.append(len(hashed))
+    # At first all of its blocks. Then what may follow those that are still there, when it is judged
+    # and when it starts, and the block that what runs has filled.
+    assert len(looked_up) > 5 and looked_up[0] == 6
+    assert max(looked_up[1:]) <= 3
+    assert plan.starts.tolist() == [20]
 
 
 def test_host_time_of_a_step(make_request):

@@ -10,7 +10,14 @@ import zlib
 import numpy as np
 import pytest
 
-from jpaged.scheduling import POLICIES, BeamSearch, Request, RequestStatus, Scheduler
+from jpaged.scheduling import (
+    POLICIES,
+    UNKNOWN_TOKEN,
+    BeamSearch,
+    Request,
+    RequestStatus,
+    Scheduler,
+)
 
 VOCAB = 40
 EOS = 7
@@ -57,9 +64,12 @@ def make_search(width: int, max_total_tokens: int, prompt: list[int]) -> BeamSea
 
 
 class World:
-    """Drives a scheduler as the engine does; the device's and the host's memory hold tokens."""
+    """Drives a scheduler as the engine does; the device's and the host's memory hold tokens.
 
-    def __init__(self, rng: np.random.Generator, **config) -> None:
+    ahead  plan each step before the tokens of the one before it are known, where that is possible
+    """
+
+    def __init__(self, rng: np.random.Generator, *, ahead: bool = False, **config) -> None:
         self.rng = rng
         config = {"max_model_len": 100, "watermark": 0.0, "num_swap_blocks": 0, **config}
         swaps = config.pop("swaps")
@@ -71,6 +81,10 @@ class World:
         self.size = size
         self.device = np.full((config["num_blocks"], size), -1)
         self.host = np.full((config["num_swap_blocks"], size), -1)
+        self.ahead = ahead
+        self.under_way: list = []  # at most two plans, with their results
+        self.last_tokens = np.full(config["max_num_seqs"], -2)  # by slot
+        self.fed = 0  # tokens that the device gave itself
         self.requests: list[Request] = []
         self.aborted: set[Request] = set()
         self.number = 0
@@ -103,6 +117,7 @@ class World:
 
     def step(self) -> None:
         plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
         moves = plan.moves
         self.host[moves.swapped_out[1]] = self.device[moves.swapped_out[0]]
         self.device[moves.copied[1]] = self.device[moves.copied[0]].copy()
@@ -110,34 +125,45 @@ class World:
         assert len(np.unique(moves.copied[1])) == moves.copied.shape[1]
         assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
         assert plan.num_tokens == plan.lengths.sum()
+        if plan.sequences:
+            self.under_way.append((plan, self.compute(plan)))
+        waits = bool(plan.sequences) and self.ahead and not plan.needs_tokens
+        while len(self.under_way) > waits:
+            done, (tokens, candidates) = self.under_way.pop(0)
+            self.scheduler.update(done, tokens, candidates)
+            self.scheduler.check_integrity()
+
+    def compute(self, plan):
+        """What the device does: it knows block tables and its own pool, and feeds itself."""
         slots = []
         for row, sequence in enumerate(plan.sequences):
             start, end = plan.starts[row], plan.starts[row] + plan.lengths[row]
-            assert start == sequence.num_computed_tokens and end <= sequence.num_tokens
-            assert (row < plan.num_sampled) == (end == sequence.num_tokens)
+            ahead = sequence.num_tokens + sequence.num_pending - (row < plan.num_sampled)
+            if sequence.request.beams is not None:
+                ahead = sequence.num_tokens
+            assert end == sequence.num_computed_tokens
+            assert (row < plan.num_sampled) == (end == ahead)
             positions = np.arange(end)
             table = self.manager.tables[plan.slots[row]]
             blocks, offsets = table[positions // self.size], positions % self.size
-            self.device[blocks[start:], offsets[start:]] = sequence.token_ids[start:end]
+            given = sequence.token_ids[start:end].copy()
+            self.fed += int(given[-1] == UNKNOWN_TOKEN)
+            given[given == UNKNOWN_TOKEN] = self.last_tokens[plan.slots[row]]
+            self.device[blocks[start:], offsets[start:]] = given
             slots.append((blocks, offsets))
-        for sequence, (blocks, offsets) in zip(plan.sequences, slots, strict=True):
-            read = self.device[blocks, offsets]
-            np.testing.assert_array_equal(read, sequence.token_ids[: len(read)])
+        read = [self.device[blocks, offsets] for blocks, offsets in slots]
+        for sequence, context in zip(plan.sequences, read, strict=True):
+            known = min(len(context), sequence.num_tokens)
+            np.testing.assert_array_equal(context[:known], sequence.token_ids[:known])
+        sampled = list(zip(plan.sequences, read, plan.slots.tolist()))[: plan.num_sampled]
+        tokens = [next_token(context, sequence.index) for sequence, context, _ in sampled]
+        for (_, _, slot), token in zip(sampled, tokens):
+            self.last_tokens[slot] = token
 
         def candidates(row: int):
-            sequence = plan.sequences[row]
-            search = sequence.request.beams
-            return best_tokens(sequence.token_ids[: sequence.num_tokens], search.num_candidates)
+            return best_tokens(read[row], plan.sequences[row].request.beams.num_candidates)
 
-        tokens = np.array(
-            [
-                next_token(s.token_ids[: s.num_tokens], s.index)
-                for s in plan.sequences[: plan.num_sampled]
-            ],
-            np.int64,
-        )
-        self.scheduler.update(plan, tokens, candidates)
-        self.scheduler.check_integrity()
+        return np.array(tokens, np.int64), candidates
 
     def check_results(self) -> None:
         for request in self.requests:
@@ -208,6 +234,8 @@ def simulate(seed: int, *, num_requests: int, **config) -> World:
             scheduler.check_integrity()
         if scheduler.has_unfinished:
             world.step()
+    while world.under_way:
+        world.step()
     for request in world.requests:
         scheduler.release(request.request_id)
     world.check_results()
@@ -232,21 +260,23 @@ CONFIGS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("seed", range(3))
-def test_everything_at_once(name, seed):
+def test_everything_at_once(name, seed, ahead):
     config = {"block_size": 4, "max_num_seqs": 12, "max_num_batched_tokens": 40} | CONFIGS[name]
     cache = config.pop("cache", False)
     config.setdefault("policy", "fcfs")
-    world = simulate(seed, num_requests=60, enable_prefix_caching=cache, **config)
+    world = simulate(seed, num_requests=60, ahead=ahead, enable_prefix_caching=cache, **config)
     memory = world.scheduler.memory
     if "tight" in name:
         assert memory.preemptions_recompute + memory.preemptions_swap > 0
     if cache:
-        assert memory.prefix_cached_tokens > 0
+        assert 0 < world.manager.prefix_hit_tokens < world.manager.prefix_query_tokens
     if name == "tight, swap":
         assert memory.preemptions_swap > 0
     assert world.manager.copy_on_write_blocks > 0
+    assert (world.fed > 100) == ahead
 
 
 @pytest.mark.parametrize("swaps", [0.0, 1.0])

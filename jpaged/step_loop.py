@@ -1,0 +1,141 @@
+"""The loop over steps: plan, dispatch, take in; with overlap one step ahead of the device."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from jpaged.request_state import RequestState
+from jpaged.runner.preemption_costs import PreemptionCosts
+from jpaged.scheduling import Scheduler, Sequence, StepPlan
+from jpaged.step_execution import (
+    StepExecutor,
+    StepResults,
+    StepRunner,
+    collect_prompt_logprobs,
+)
+
+
+class _StepUnderWay(NamedTuple):
+    plan: StepPlan
+    result: StepResults
+    dispatched: float  # by time.perf_counter
+
+
+class StepLoop:
+    """Runs a scheduler's plans on a runner.
+
+    With `overlap` a step is planned and dispatched while the one before it runs, so that the device
+    need not wait for the host: sampled tokens feed the next step on the device, and the host takes
+    them in a step later. What one of them ends has a surplus row in the step that is under way by
+    then, which is passed over. (Asynchronous scheduling, as other engines call it.)
+
+    Attributes:
+        costs: told how long prefills take, or None.
+    """
+
+    def __init__(self, runner: StepRunner, scheduler: Scheduler, *, overlap: bool) -> None:
+        self.costs: PreemptionCosts | None = None
+        self._runner = runner
+        self._scheduler = scheduler
+        self._overlap = overlap
+        self._executor = StepExecutor(runner, scheduler.block_manager)
+        self._under_way: _StepUnderWay | None = None
+        self._taken_in = 0.0  # when the last step was, by time.perf_counter
+
+    @property
+    def padded_tokens(self) -> int:
+        """Token rows computed for nothing so far: bucket sizes less the plans' tokens."""
+        return self._executor.padded_tokens
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step is under way."""
+        return self._under_way is None
+
+    def step(self, tracked: Mapping[str, RequestState]) -> list[RequestState]:
+        """Dispatch the next step, if there is anything to compute, and take in those whose tokens
+        are needed now; returns the requests that changed.
+
+        tracked  the unfinished requests by id
+        """
+        before, self._under_way = self._under_way, None
+        with self._careful():
+            plan = self._scheduler.schedule()
+            result = self._executor.execute(plan, tracked)
+        if result is not None:
+            self._under_way = _StepUnderWay(plan, result, time.perf_counter())
+        changed: dict[str, RequestState] = {}
+        if before is not None:
+            self._take_in(before, tracked, changed)
+        now = self._under_way
+        if now is not None and (not self._overlap or plan.needs_tokens):
+            self._under_way = None
+            self._take_in(now, tracked, changed)
+        return list(changed.values())
+
+    @contextlib.contextmanager
+    def _careful(self) -> Iterator[None]:
+        """Go on from a failing device: what was planned was not computed for certain. The running
+        requests lose their memory and the tokens that are not taken in yet, and compute both
+        again."""
+        try:
+            yield
+        except BaseException:
+            self._under_way = None
+            self._scheduler.abandon()
+            self._runner.restore_pools()
+            raise
+
+    def _take_in(
+        self,
+        done: _StepUnderWay,
+        tracked: Mapping[str, RequestState],
+        changed: dict[str, RequestState],
+    ) -> None:
+        """Wait for a step's tokens and hand them to scheduler and requests."""
+        plan, result, dispatched = done
+        with self._careful():
+            tokens = result.tokens(plan.num_sampled)
+        now = time.perf_counter()
+        began = max(dispatched, self._taken_in)  # the step before it had the device until then
+        self._taken_in = now
+        if self.costs is not None and (
+            plan.num_tokens >= 2 * len(plan.sequences) and not plan.moves
+        ):
+            self.costs.observe_prefill(plan.num_tokens, now - began)
+        updated = self._scheduler.update(plan, tokens, result.candidates)
+        collect_prompt_logprobs(plan, result, tracked)
+        # The rows that sample come first, and `updated` keeps their order.
+        rows: Iterable[int] = range(plan.num_sampled)
+        if len(updated) < plan.num_sampled:
+            row_of = {id(sequence): row for row, sequence in enumerate(plan.sequences)}
+            rows = [row_of[id(sequence)] for sequence in updated]
+        for sequence, row in zip(updated, rows, strict=True):
+            request_id = sequence.request.request_id
+            state = changed[request_id] = tracked[request_id]
+            if state.reads_tokens:
+                self._advance(state, sequence, result, row)
+        if plan.needs_tokens:
+            for sequence in plan.sequences[: plan.num_sampled]:
+                beams = tracked.get(sequence.request.request_id)
+                if sequence.request.beams is not None and beams is not None:
+                    changed[sequence.request.request_id] = beams
+
+    def _advance(
+        self, state: RequestState, sequence: Sequence, result: StepResults, row: int
+    ) -> None:
+        """Take in a sequence's new token: logprobs and stop strings."""
+        params = state.request.sampling_params
+        sample = state.samples[sequence.index]
+        if state.needs_logprobs:
+            chosen, logprobs = result.logprobs(row, params.logprobs or 0)
+            sample.cumulative_logprob += chosen
+            if params.logprobs is not None:
+                sample.logprobs.append(logprobs)
+        if params.stop or state.reports_progress:
+            stop_string = sample.detokenize()
+            if stop_string is not None:
+                self._scheduler.finish(sequence, "stop", stop_string)
