@@ -41,7 +41,8 @@ class EngineConfig:
             for by name that they do not allow is refused when the engine is made.
         overlap: plan and dispatch a step while the one before it runs; the same outputs either
             way.
-        batch_invariant: bitwise the same result in every batch (not built yet, so only False).
+        batch_invariant: a request's log-probabilities are bitwise the same whatever else is in the
+            batch, and however it was scheduled, preempted or cached. Slower.
         compilation_cache_dir: folder of JAX's persistent compilation cache, or None for none.
         seed: seeds requests that bring no seed of their own, in [0, 2^63).
 
@@ -119,7 +120,6 @@ class EngineConfig:
     def _refuse_what_is_not_built(self) -> None:
         unbuilt = {
             "tensor_parallel_size": (self.tensor_parallel_size > 1, "tensor parallelism"),
-            "batch_invariant": (self.batch_invariant, "batch invariance"),
         }
         for name, (asked, feature) in unbuilt.items():
             if asked:

@@ -26,7 +26,7 @@ from jpaged.runner.attention_backend import log_attention_backend, resolve_atten
 from jpaged.runner.buckets import make_buckets, table_width
 from jpaged.runner.compilations import CompilationCounter
 from jpaged.runner.kv_pool import log_pool
-from jpaged.runner.model_runner import ModelRunner
+from jpaged.runner.model_runner import BATCH_INVARIANT_TILE, ModelRunner
 from jpaged.runner.preemption_costs import PreemptionCosts
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling import POLICIES, Scheduler
@@ -59,7 +59,13 @@ def check_model(config: EngineConfig, model: LlamaConfig, dtype: Any) -> None:
             f"max_model_len must be at most the model's {limit} positions, "
             f"got {config.max_model_len}"
         )
-    resolve_attention_backend(config.attention_backend, model, dtype, config.block_size)
+    resolve_attention_backend(
+        config.attention_backend,
+        model,
+        dtype,
+        config.block_size,
+        batch_invariant=config.batch_invariant,
+    )
 
 
 def _checked_arrival_time(value: float | None) -> float:
@@ -102,7 +108,14 @@ class Engine:
         self.tokenizer = checkpoint.tokenizer
         self.vocab_size = model.vocab_size
         check_model(config, model, dtype)
-        log_attention_backend(config.attention_backend, model, dtype, config.block_size)
+        log_attention_backend(
+            config.attention_backend,
+            model,
+            dtype,
+            config.block_size,
+            batch_invariant=config.batch_invariant,
+        )
+        row_tile = BATCH_INVARIANT_TILE if config.batch_invariant else None
         self.max_model_len = config.max_model_len or model.max_position_embeddings
         self._generation_config = checkpoint.generation_config
         self.runner = ModelRunner(
@@ -117,7 +130,9 @@ class Engine:
                 config.max_num_batched_tokens,
                 min(config.max_num_seqs, config.max_num_batched_tokens),
                 table_width(self.max_model_len, config.block_size),
+                row_tile=row_tile,
             ),
+            row_tile=row_tile,
             block_size=config.block_size,
             num_blocks=config.num_blocks,
             num_slots=min(config.max_num_seqs, config.max_num_batched_tokens),

@@ -60,6 +60,7 @@ def paged_attention(
     alibi_slopes: Float32[Array, " H"] | None = None,
     sinks: Float32[Array, " H"] | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     plan: Plan | None = None,
     backend: str = "auto",
 ) -> Float[Array, "T H D"] | tuple[Float[Array, "T H D"], Float32[Array, "T H"]]:
@@ -86,6 +87,8 @@ def paged_attention(
         alibi_slopes: Adds `slope * (key position - p)` to the scores (ALiBi, Press et al. 2022).
         sinks: One more logit a head in the softmax's denominator (and in lse), without a value.
         return_lse: Also return the natural logarithm of the softmax's denominator.
+        batch_invariant: A query's result is bitwise the same whatever else is in the batch and
+            however its sequence was cut into calls (for one block size). Slower.
         plan: Work lists for these query_starts and context_lens, of `plan_attention` or of
             `pallas_kernels.plan.make_plan`, for a backend that uses them (mosaic and triton, which
             share them). Made in the call if None, which costs some ten small launches: make it once
@@ -115,6 +118,7 @@ def paged_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         return_lse=return_lse,
+        batch_invariant=batch_invariant,
         plan=plan,
     )
     check_attention(call)

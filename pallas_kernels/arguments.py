@@ -112,6 +112,7 @@ class Attention(NamedTuple):
     alibi_slopes: Any = None
     sinks: Any = None
     return_lse: bool = False
+    batch_invariant: bool = False
     plan: Plan | None = None
 
     @property
@@ -124,8 +125,7 @@ class Attention(NamedTuple):
         """What decides which backends support the call."""
         optional = ("window", "soft_cap", "alibi_slopes", "sinks")
         features = {name for name in optional if getattr(self, name) is not None}
-        if self.return_lse:
-            features.add("return_lse")
+        features |= {name for name in ("return_lse", "batch_invariant") if getattr(self, name)}
         return pool_case("paged_attention", self.kv_pool)._replace(
             group=self.group, features=frozenset(features) | pool_features(self.kv_pool)
         )

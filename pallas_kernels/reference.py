@@ -14,7 +14,10 @@ from pallas_kernels.support import Case
 
 
 def unsupported(case: Case, target: Target) -> str | None:
-    """Nothing: it is the definition."""
+    """What about the case it cannot do, in words; None if nothing."""
+    if "batch_invariant" in case.features:
+        return "batch_invariant (it is the definition of everything else)"
+    return None
 
 
 def paged_attention(call: Attention):

@@ -16,7 +16,15 @@ import numpy as np
 from pallas_kernels.devices import Target, tracing_target
 
 BACKENDS = ("mosaic", "triton", "xla", "reference")
-FEATURES = ("window", "soft_cap", "alibi_slopes", "sinks", "return_lse", "uint16 pool")
+FEATURES = (
+    "window",
+    "soft_cap",
+    "alibi_slopes",
+    "sinks",
+    "return_lse",
+    "batch_invariant",
+    "uint16 pool",
+)
 
 
 class Case(NamedTuple):

@@ -37,6 +37,8 @@ def unsupported(case: Case, target: Target) -> str | None:
             return f"devices other than NVIDIA GPUs (this is {target.kind!r})"
         if target.capability is not None and target.capability < (8, 0):
             return f"GPUs before Ampere (this is {target.kind!r})"
+    if "batch_invariant" in case.features:
+        return "batch_invariant (what else is in the batch decides how contexts are cut)"
     if case.operator == "paged_attention" and (case.head_dim or 0) > _MAX_HEAD_DIM:
         return f"head dims above {_MAX_HEAD_DIM} (got {case.head_dim})"
     return None

@@ -38,11 +38,11 @@ _SHORT_TILE, _SHORT_CHUNK = 32, 64
 _LONG_TILE, _LONG_CHUNK = 128, 128
 
 # Stands for the score of a hidden key and for the maximum over none; finite, so that differences
-# are never NaN. exp(_HIDDEN - anything real) is 0.
-_HIDDEN = -1e30
+# are never NaN. exp(HIDDEN - anything real) is 0.
+HIDDEN = -1e30
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What both loops need of the call."""
 
     q: jax.Array  # [T, H * D]
@@ -118,10 +118,10 @@ class _Call(NamedTuple):
         if self.alibi_slopes is not None:
             slopes = self.alibi_slopes[None, :, :, None, None]
             scores += slopes * distance[:, None, None].astype(jnp.float32)
-        return jnp.where(visible[:, None, None], scores, _HIDDEN)
+        return jnp.where(visible[:, None, None], scores, HIDDEN)
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """A softmax under way, over the keys met so far: sum of exp(score - maximum) * value, ..."""
 
     maximum: jax.Array  # [..., H]
@@ -129,18 +129,18 @@ class _State(NamedTuple):
     output: jax.Array  # [..., H, D]
 
 
-def _dot(subscripts, a, b):
+def dot(subscripts, a, b):
     """An einsum in float32; IEEE products for float32 inputs (HIGHEST forbids TF32)."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _multiple_below(limit, unit):
+def multiple_below(limit, unit):
     """The largest multiple of unit that is <= limit, and at least unit."""
     return max(limit // unit, 1) * unit
 
 
-def _owners(ends, items):
+def owners(ends, items):
     """Which sequence each item belongs to, when sequence s owns items ends[s - 1] .. ends[s] - 1.
 
     Items past the end belong to the last sequence.
@@ -159,7 +159,7 @@ def _decode(call, is_decode, num_rows):
     num_kv_heads, head_dim = call.num_kv_heads, call.head_dim
     num_heads = call.q.shape[1] // head_dim
     group = num_heads // num_kv_heads
-    item_size = _multiple_below(_ITEM, call.block_size)
+    item_size = multiple_below(_ITEM, call.block_size)
     width = min(_ITEMS_A_TRIP, max(8, 2 * num_rows))
 
     position = call.context_lens - 1
@@ -171,7 +171,7 @@ def _decode(call, is_decode, num_rows):
 
     def trip(i, states):
         item = i * width + jnp.arange(width)
-        owner = _owners(ends, item)
+        owner = owners(ends, item)
         live = item < ends[-1]
         start = first_start[owner] + (item - ends[owner] + num_items[owner]) * item_size
         start = jnp.where(live, start, 0)
@@ -182,13 +182,13 @@ def _decode(call, is_decode, num_rows):
         key_position = start[:, None] + jnp.arange(item_size)
         visible = (key_position >= low[owner][:, None]) & (key_position < high[:, None])
         distance = key_position - position[owner][:, None]
-        products = _dot("wkgd,wkcd->wkgc", query, keys)
+        products = dot("wkgd,wkcd->wkgc", query, keys)
         scores = call.score(products[:, :, :, None], distance[:, None], visible[:, None])
         scores = scores[:, :, :, 0]
         maximum = jnp.max(scores, axis=-1)
         weights = jnp.exp(scores - maximum[..., None])
         total = jnp.sum(weights, axis=-1).reshape(width, num_heads)
-        output = _dot("wkgc,wkcd->wkgd", weights.astype(values.dtype), values)
+        output = dot("wkgc,wkcd->wkgd", weights.astype(values.dtype), values)
         output = output.reshape(width, num_heads * head_dim)
         maximum = maximum.reshape(width, num_heads)
 
@@ -199,7 +199,7 @@ def _decode(call, is_decode, num_rows):
         belongs = (local[None, :] == jnp.arange(width)[:, None]) & live[None, :]  # [row, item]
         old = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, width), states)
         new_maximum = jnp.max(
-            jnp.where(belongs[:, :, None], maximum[None], _HIDDEN), axis=1, initial=_HIDDEN
+            jnp.where(belongs[:, :, None], maximum[None], HIDDEN), axis=1, initial=HIDDEN
         )
         new_maximum = jnp.maximum(new_maximum, old.maximum)
         keep = jnp.exp(old.maximum - new_maximum)
@@ -212,10 +212,10 @@ def _decode(call, is_decode, num_rows):
         is_spoilt = (belongs & ~is_finite).any(axis=1)
         total, output = (jnp.where(is_finite[:, None], x, 0.0) for x in (total, output))
         belongs = belongs.astype(jnp.float32)
-        added = jnp.where(is_spoilt[:, None], jnp.nan, _dot("rw,we->re", belongs, output))
-        new = _State(
+        added = jnp.where(is_spoilt[:, None], jnp.nan, dot("rw,we->re", belongs, output))
+        new = State(
             new_maximum,
-            old.total * keep + _dot("rw,wh->rh", belongs, total),
+            old.total * keep + dot("rw,wh->rh", belongs, total),
             old.output * keep[..., None] + added.reshape(width, num_heads, head_dim),
         )
         return jax.tree.map(
@@ -223,15 +223,15 @@ def _decode(call, is_decode, num_rows):
         )
 
     size = num_rows + width
-    states = _State(
-        jnp.full((size, num_heads), _HIDDEN, jnp.float32),
+    states = State(
+        jnp.full((size, num_heads), HIDDEN, jnp.float32),
         jnp.zeros((size, num_heads), jnp.float32),
         jnp.zeros((size, num_heads, head_dim), jnp.float32),
     )
     return lax.fori_loop(0, (ends[-1] + width - 1) // width, trip, states), place
 
 
-def _finish(state, sinks, dtype):
+def finish(state, sinks, dtype):
     """Outputs [rows, H * D] and lse [rows, H]; those of rows that saw no key mean nothing."""
     maximum, total = state.maximum, state.total
     scale = jnp.ones_like(total)
@@ -250,13 +250,13 @@ def _prefill(call, is_prefill, tile, chunk, sinks, out, lse):
     num_heads = call.q.shape[1] // head_dim
     group = num_heads // num_kv_heads
     tile = min(tile, call.q.shape[0])
-    chunk = _multiple_below(chunk, call.block_size)
+    chunk = multiple_below(chunk, call.block_size)
 
     num_tiles = jnp.where(is_prefill, -(-call.query_lens // tile), 0)
     ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
 
     def one_tile(i, results):
-        owner = _owners(ends, jnp.reshape(i, (1,)))  # [1]
+        owner = owners(ends, jnp.reshape(i, (1,)))  # [1]
         sequence = owner[0]
         skipped = (i - ends[sequence] + num_tiles[sequence]) * tile
         first_row = call.query_starts[sequence] + skipped
@@ -283,33 +283,33 @@ def _prefill(call, is_prefill, tile, chunk, sinks, out, lse):
             key_position = begin + jnp.arange(chunk)
             distance = key_position - position[:, None]  # [tile, chunk]
             visible = (distance <= 0) & (key_position >= low[:, None])
-            products = _dot("kqd,kcd->kqc", query, keys[0])
+            products = dot("kqd,kcd->kqc", query, keys[0])
             products = products.reshape(1, num_kv_heads, group, tile, chunk)
             scores = call.score(products, distance[None], visible[None])
             scores = scores.reshape(num_kv_heads, group * tile, chunk)
             maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=-1))
             weights = jnp.exp(scores - maximum[..., None])
             keep = jnp.exp(state.maximum - maximum)
-            output = _dot("kqc,kcd->kqd", weights.astype(values.dtype), values[0])
-            return _State(
+            output = dot("kqc,kcd->kqd", weights.astype(values.dtype), values[0])
+            return State(
                 maximum,
                 state.total * keep + jnp.sum(weights, axis=-1),
                 state.output * keep[..., None] + output,
             )
 
         rows = (num_kv_heads, group * tile)
-        state = _State(
-            jnp.full(rows, _HIDDEN, jnp.float32),
+        state = State(
+            jnp.full(rows, HIDDEN, jnp.float32),
             jnp.zeros(rows, jnp.float32),
             jnp.zeros((*rows, head_dim), jnp.float32),
         )
         state = lax.fori_loop(0, -(-(high - start) // chunk), one_chunk, state)
-        state = _State(
+        state = State(
             state.maximum.reshape(num_heads, tile).T,
             state.total.reshape(num_heads, tile).T,
             state.output.reshape(num_heads, tile, head_dim).transpose(1, 0, 2),
         )
-        new = _finish(state, sinks, out.dtype)
+        new = finish(state, sinks, out.dtype)
         sees_keys = (position >= 0)[:, None]
         new = jnp.where(sees_keys, new[0], 0), jnp.where(sees_keys, new[1], -jnp.inf)
 
@@ -337,7 +337,7 @@ def paged_attention(arguments: Attention):
     if slopes is not None:
         slopes = jnp.reshape(slopes, (num_kv_heads, arguments.group))
     query_lens = jnp.diff(query_starts)
-    call = _Call(
+    call = Call(
         q=jnp.reshape(q, (num_tokens, num_heads * head_dim)),
         rows=jnp.reshape(kv_pool, (-1, block_size * head_dim)),
         first_row=jnp.asarray(arguments.layer, jnp.int32) * (num_blocks * 2 * num_kv_heads),
@@ -355,11 +355,17 @@ def paged_attention(arguments: Attention):
         alibi_slopes=slopes,
     )
 
+    if arguments.batch_invariant:
+        from pallas_kernels.xla_invariant import attend  # which uses this module
+
+        out, lse = attend(call, sinks, q.dtype)
+        out = out.reshape(q.shape)
+        return (out, lse) if arguments.return_lse else out
     is_decode = (query_lens == 1) & (call.context_lens > 0)
     decoded, place = _decode(call, is_decode, min(num_sequences, num_tokens))
-    decoded_out, decoded_lse = _finish(decoded, sinks, q.dtype)
+    decoded_out, decoded_lse = finish(decoded, sinks, q.dtype)
     token = jnp.arange(num_tokens)
-    sequence = _owners(query_starts[1:], token)
+    sequence = owners(query_starts[1:], token)
     is_decoded = (is_decode[sequence] & (token < query_starts[-1]))[:, None]
     source = jnp.maximum(place[sequence], 0)
     out = jnp.where(is_decoded, decoded_out[source], 0)

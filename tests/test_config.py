@@ -87,7 +87,6 @@ WRONG_TYPE = {
 
 NOT_BUILT = {
     "tensor_parallel_size": [2],
-    "batch_invariant": [True],
 }
 
 

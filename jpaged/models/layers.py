@@ -1,12 +1,15 @@
-"""Building blocks that the model families share: Linear, RMSNorm, Embedding."""
+"""Building blocks that the model families share: Linear, RMSNorm, Embedding, loops over rows."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 _INIT = jax.nn.initializers.normal(0.02)
 
@@ -89,3 +92,30 @@ class Embedding(nnx.Module):
             precision=precision(table.dtype),
             preferred_element_type=jnp.float32,
         )
+
+
+def over_row_tiles(
+    function: Callable[..., Any],
+    size: int,
+    num_tiles: Int[Array, ""],
+    *rows: Shaped[Array, "T ..."],
+) -> Any:
+    """`function` of `size` rows of each array at a time, its results joined; T % size == 0.
+
+    Only the first num_tiles tiles are computed, the other rows of the results are zero. The trip
+    count is traced, so that XLA compiles the same loop body for every T: its products round
+    alike.
+    """
+    first = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in rows]
+    shapes = jax.eval_shape(function, *first)
+    empty = jax.tree.map(lambda x: jnp.zeros((rows[0].shape[0], *x.shape[1:]), x.dtype), shapes)
+
+    def trip(i, results):
+        tiles = [lax.dynamic_slice_in_dim(x, i * size, size) for x in rows]
+        return jax.tree.map(
+            lambda all_rows, tile: lax.dynamic_update_slice_in_dim(all_rows, tile, i * size, 0),
+            results,
+            function(*tiles),
+        )
+
+    return lax.fori_loop(0, num_tiles, trip, empty)

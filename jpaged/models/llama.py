@@ -10,10 +10,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
-from jpaged.models.layers import Embedding, Linear, RMSNorm
+from jpaged.models.layers import Embedding, Linear, RMSNorm, over_row_tiles
 from jpaged.models.rope import RopeConfig, rotate, rotation
 from pallas_kernels import paged_attention, plan_attention, write_kv
-from pallas_kernels.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -75,38 +74,22 @@ class Attention(nnx.Module):
         self.v_proj = linear(config.hidden_size, kv_width, (None, "tp"))
         self.o_proj = linear(width, config.hidden_size, ("tp", None))
 
-    def __call__(
+    def project(
         self,
         x: Float[Array, "T E"],
-        rope: tuple[Float[Array, "T half"], Float[Array, "T half"]],
-        kv_pool: Shaped[Array, "L N 2 K B D"],
-        layer: Int[Array, ""],
-        slot_mapping: Int[Array, " T"],
-        block_tables: Int[Array, "S M"],
-        query_starts: Int[Array, " S+1"],
-        context_lens: Int[Array, " S"],
-        plan: Plan | None,
-        backend: str,
-    ) -> tuple[Float[Array, "T E"], Shaped[Array, "L N 2 K B D"]]:
-        """Write this step's keys and values, then attend; returns float32 [T, E] and the pool."""
+        cos: Float[Array, "T half"],
+        sin: Float[Array, "T half"],
+    ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
+        """Queries and keys, rotated, and values."""
         heads = (x.shape[0], -1, self.config.head_dim)
-        q = rotate(self.q_proj(x).reshape(heads), *rope).astype(x.dtype)
-        k = rotate(self.k_proj(x).reshape(heads), *rope).astype(x.dtype)
+        q = rotate(self.q_proj(x).reshape(heads), cos, sin).astype(x.dtype)
+        k = rotate(self.k_proj(x).reshape(heads), cos, sin).astype(x.dtype)
         v = self.v_proj(x).reshape(heads).astype(x.dtype)
-        kv_pool = write_kv(kv_pool, layer, k, v, slot_mapping, backend=backend)
-        out = paged_attention(
-            q,
-            kv_pool,
-            layer,
-            block_tables,
-            query_starts,
-            context_lens,
-            scale=self.config.head_dim**-0.5,
-            plan=plan,
-            backend=backend,
-        )
-        assert isinstance(out, jax.Array)  # without its logarithms, which were not asked for
-        return self.o_proj(out.reshape(x.shape[0], -1)), kv_pool
+        return q, k, v
+
+    def output(self, attended: Float[Array, "T H D"]) -> Float[Array, "T E"]:
+        """Return float32 [T, E]."""
+        return self.o_proj(attended.reshape(attended.shape[0], -1))
 
 
 class FeedForward(nnx.Module):
@@ -136,6 +119,17 @@ class DecoderLayer(nnx.Module):
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.feed_forward_norm = RMSNorm(size, epsilon=epsilon, dtype=dtype)
         self.feed_forward = FeedForward(config, dtype=dtype, rngs=rngs)
+
+    def before(
+        self, x: Float[Array, "T E"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
+    ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
+        """What comes before attention, row by row: queries, keys and values."""
+        return self.attention.project(self.attention_norm(x), cos, sin)
+
+    def after(self, x: Float[Array, "T E"], attended: Float[Array, "T H D"]) -> Float[Array, "T E"]:
+        """What comes after it, row by row: the layer's result."""
+        x = x + self.attention.output(attended).astype(x.dtype)
+        return x + self.feed_forward(self.feed_forward_norm(x)).astype(x.dtype)
 
 
 class Llama(nnx.Module):
@@ -179,6 +173,7 @@ class Llama(nnx.Module):
         context_lens: Int[Array, " S"],
         *,
         backend: str = "auto",
+        row_tile: int | None = None,
     ) -> tuple[Float[Array, "T E"], Shaped[Array, "L N 2 K B D"]]:
         """Run one step: returns the hidden states after the final norm, and the updated pool.
 
@@ -186,43 +181,55 @@ class Llama(nnx.Module):
         sequences (see `pallas_kernels.paged_attention`). Rows past query_starts[-1] are padding:
         their slots lie outside the pool, and their hidden states mean nothing. The pool is updated
         in place when the caller donates it.
+
+        row_tile  if given, a divisor of T: everything is computed so many rows at a time, and
+                  attention batch-invariant, so that a token's results do not depend, bit by bit, on
+                  what else is in the batch. Only rows that are no padding are computed.
         """
+
+        def by_row(function, *rows):
+            if row_tile is None:
+                return function(*rows)
+            return over_row_tiles(function, row_tile, -(-query_starts[-1] // row_tile), *rows)
+
         rope = rotation(positions, self.config.rope, self.config.head_dim)
         x = self.embedding(token_ids)
-        plan = plan_attention(
-            query_starts,
-            context_lens,
-            num_tokens=x.shape[0],
-            num_heads=self.config.num_heads,
-            num_kv_heads=self.config.num_kv_heads,
-            dtype=x.dtype,
-            backend=backend,
-        )
+        plan = None
+        if row_tile is None:
+            plan = plan_attention(
+                query_starts,
+                context_lens,
+                num_tokens=x.shape[0],
+                num_heads=self.config.num_heads,
+                num_kv_heads=self.config.num_kv_heads,
+                dtype=x.dtype,
+                backend=backend,
+            )
         graphdef, stacked = nnx.split(self.layers)
 
         def step(carry, xs):
             x, kv_pool = carry
             layer, state = xs
             block: DecoderLayer = nnx.merge(graphdef, state)
-            attended, kv_pool = block.attention(
-                block.attention_norm(x),
-                rope,
+            q, k, v = by_row(block.before, x, *rope)
+            kv_pool = write_kv(kv_pool, layer, k, v, slot_mapping, backend=backend)
+            attended = paged_attention(
+                q,
                 kv_pool,
                 layer,
-                slot_mapping,
                 block_tables,
                 query_starts,
                 context_lens,
-                plan,
-                backend,
+                scale=self.config.head_dim**-0.5,
+                batch_invariant=row_tile is not None,
+                plan=plan,
+                backend=backend,
             )
-            x = x + attended.astype(x.dtype)
-            x = x + block.feed_forward(block.feed_forward_norm(x)).astype(x.dtype)
-            return (x, kv_pool), None
+            return (by_row(block.after, x, attended), kv_pool), None
 
         layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
         (x, kv_pool), _ = lax.scan(step, (x, kv_pool), (layers, stacked))
-        return self.norm(x), kv_pool
+        return by_row(self.norm, x), kv_pool
 
     def logits(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Return float32 logits [R, V] of rows of hidden states."""

@@ -20,7 +20,12 @@ _KERNELS = ("triton", "mosaic")
 
 
 def resolve_attention_backend(
-    backend: str, model: LlamaConfig, dtype: DTypeLike, block_size: int
+    backend: str,
+    model: LlamaConfig,
+    dtype: DTypeLike,
+    block_size: int,
+    *,
+    batch_invariant: bool = False,
 ) -> str:
     """The name of the backend that a model's attention takes on JAX's default device.
 
@@ -36,7 +41,10 @@ def resolve_attention_backend(
     group = model.num_heads // model.num_kv_heads
     try:
         choose(pool_case("write_kv", pool), backend)
-        module = choose(pool_case("paged_attention", pool)._replace(group=group), backend)
+        case = pool_case("paged_attention", pool)._replace(group=group)
+        if batch_invariant:
+            case = case._replace(features=case.features | {"batch_invariant"})
+        module = choose(case, backend)
     except NotImplementedError as error:
         raise NotImplementedError(
             f"attention_backend={backend!r} cannot serve this model here: {error}"
@@ -45,9 +53,16 @@ def resolve_attention_backend(
 
 
 def log_attention_backend(
-    backend: str, model: LlamaConfig, dtype: DTypeLike, block_size: int
+    backend: str,
+    model: LlamaConfig,
+    dtype: DTypeLike,
+    block_size: int,
+    *,
+    batch_invariant: bool = False,
 ) -> None:
     """State the backend that `resolve_attention_backend` finds."""
-    name = resolve_attention_backend(backend, model, dtype, block_size)
+    name = resolve_attention_backend(
+        backend, model, dtype, block_size, batch_invariant=batch_invariant
+    )
     slow = name in _KERNELS and tracing_target().platform == "cpu"
     logger.info("attention backend: %s%s", name, " (interpreted)" if slow else "")

@@ -43,16 +43,22 @@ def _token_counts(largest: int) -> list[int]:
 
 
 def make_buckets(
-    max_num_batched_tokens: int, max_num_seqs: int, max_blocks_per_sequence: int
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_blocks_per_sequence: int,
+    *,
+    row_tile: int | None = None,
 ) -> list[Bucket]:
     """All buckets that serving with these limits can need, smallest first.
 
     A step never holds more sequences than tokens, and neither attention nor sampling works for an
     empty row, so S follows from T instead of multiplying the number of buckets.
-    `max_blocks_per_sequence` is a multiple of TABLE_GROUP.
+    `max_blocks_per_sequence` is a multiple of TABLE_GROUP. T and S are multiples of `row_tile`.
     """
-    tokens = _token_counts(round_up(max_num_batched_tokens, _MIN_TOKENS))
-    most_sequences = round_up(max_num_seqs, _MIN_TOKENS)
+    multiple = row_tile or _MIN_TOKENS
+    counts = _token_counts(round_up(max_num_batched_tokens, multiple))
+    tokens = sorted({round_up(count, multiple) for count in counts})
+    most_sequences = round_up(max_num_seqs, multiple)
     widths = [max_blocks_per_sequence]
     while widths[0] > _ONE_WIDTH_BLOCKS:
         widths.insert(

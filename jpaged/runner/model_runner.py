@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 # Rows that the head and the sampler work on at once on a CPU: a step pays for the tiles that its
 # sampled rows fill, not for the bucket's padding. A GPU takes all rows at once.
 _CPU_TILE = 32
+# Rows computed at a time when results must not depend on the batch: what a decode step of many
+# sequences fills. XLA's CPU products round differently from 64 rows on.
+BATCH_INVARIANT_TILE = 32
 # On a GPU the sampling program is compiled for these numbers of rows too, beside the most.
 _GPU_SAMPLING_ROWS = (32, 128)
 # One row of the packed result: token, chosen logprob, ids and logprobs of the best.
@@ -128,6 +131,7 @@ def forward(
     sampling_rows: int,
     backend: str,
     tile: int,
+    row_tile: int | None = None,
 ) -> tuple[Array, Array, Sampling, Int[Array, "T W"]]:
     """The first half of a step: KV writes, forward pass, logprobs of prompt tokens.
 
@@ -161,6 +165,7 @@ def forward(
         starts,
         batch.context_lens,
         backend=backend,
+        row_tile=row_tile,
     )
 
     def prompt_logprobs(start):
@@ -258,6 +263,7 @@ class ModelRunner:
         gpu_memory_utilization: float,
         swap_space_gib: float,
         backend: str,
+        row_tile: int | None = None,
     ) -> None:
         """Allocates the pools; `compile` then makes the programs.
 
@@ -265,6 +271,8 @@ class ModelRunner:
         num_slots         rows of the bias table: most requests running at once
         num_blocks        blocks in the pool; None takes what memory allows (kv_pool.py)
         swap_space_gib    host memory for blocks of preempted requests; 0 for none
+        row_tile          compute so many rows at a time, for batch invariance; T and S of the
+                          buckets are multiples of it
 
         Raises ValueError if memory leaves no room for a pool.
         """
@@ -277,7 +285,10 @@ class ModelRunner:
         self._backend = backend
         self._hidden_size = hidden_size
         self.device = next(iter(self._leaves[0].devices()))
+        self._row_tile = row_tile
         self._tile = _CPU_TILE if self.device.platform == "cpu" else num_slots
+        if row_tile is not None:
+            self._tile = row_tile
         self._pool_dtype = storage_dtype(self._leaves[0].dtype, self.device.platform)
         self._pool_shape = (num_layers, num_kv_heads, head_dim)
         self._num_slots = num_slots
@@ -402,6 +413,7 @@ class ModelRunner:
             return forward(
                 self._merge(leaves), kv_pool, token_pool, last_tokens, buffer,
                 bucket=bucket, sampling_rows=rows, backend=self._backend, tile=self._tile,
+                row_tile=self._row_tile,
             )  # fmt: skip
 
         run.__name__ = f"forward_{bucket.tokens}_{bucket.sequences}_{bucket.blocks}"

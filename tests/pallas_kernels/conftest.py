@@ -96,7 +96,7 @@ def _make_batch(bucket: Bucket, rows: list[tuple[int, int]], seed: int) -> Batch
     return Batch(q.astype(dtype), pool.astype(dtype), 1, tables, starts, context_lens)
 
 
-@partial(jax.jit, static_argnames=("soft_cap", "static_window", "backend"))
+@partial(jax.jit, static_argnames=("soft_cap", "static_window", "backend", "batch_invariant"))
 def _attend(*arguments, static_window=None, window=None, **keywords):
     window = static_window if window is None else window
     return pallas_kernels.paged_attention(
