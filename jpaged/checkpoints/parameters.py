@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Set
 from typing import Protocol
@@ -13,25 +14,39 @@ from jaxtyping import DTypeLike
 
 from jpaged.models import LlamaConfig, model_class
 
-# Where a leaf of the model comes from, in Hugging Face's names, and what stands there only to be
-# ignored. `{}` is the layer.
-_LLAMA = {
-    "embedding.table": "model.embed_tokens.weight",
-    "norm.scale": "model.norm.weight",
-    "head.table": "lm_head.weight",
-    "layers.attention_norm.scale": "model.layers.{}.input_layernorm.weight",
-    "layers.feed_forward_norm.scale": "model.layers.{}.post_attention_layernorm.weight",
+_ALL = (...,)
+# The parts of a fused projection's outputs, by the tensors that fill them: see models/llama.py.
+_FUSED: dict[str, dict[str, tuple]] = {
+    "attention.qkv_proj": {
+        "self_attn.q_proj": (..., slice(None, -2), slice(None)),
+        "self_attn.k_proj": (..., -2, slice(None)),
+        "self_attn.v_proj": (..., -1, slice(None)),
+    },
+    "attention.o_proj": {"self_attn.o_proj": _ALL},
+    "feed_forward.gate_up_proj": {
+        "mlp.gate_proj": (..., 0, slice(None)),
+        "mlp.up_proj": (..., 1, slice(None)),
+    },
+    "feed_forward.down_proj": {"mlp.down_proj": _ALL},
+}
+# Where a leaf of the model comes from: the tensors in Hugging Face's names, `{}` being the layer,
+# and the part of the leaf that each of them fills.
+_LLAMA: dict[str, dict[str, tuple]] = {
+    "embedding.table": {"model.embed_tokens.weight": _ALL},
+    "norm.scale": {"model.norm.weight": _ALL},
+    "head.table": {"lm_head.weight": _ALL},
+    "layers.attention_norm.scale": {"model.layers.{}.input_layernorm.weight": _ALL},
+    "layers.feed_forward_norm.scale": {"model.layers.{}.post_attention_layernorm.weight": _ALL},
     **{
-        f"layers.{ours}_proj.{leaf}": f"model.layers.{{}}.{theirs}_proj.{name}"
-        for ours, theirs in [
-            *((f"attention.{x}", f"self_attn.{x}") for x in "qkvo"),
-            *((f"feed_forward.{x}", f"mlp.{x}") for x in ("gate", "up", "down")),
-        ]
+        f"layers.{ours}.{leaf}": {
+            f"model.layers.{{}}.{theirs}.{name}": part for theirs, part in parts.items()
+        }
+        for ours, parts in _FUSED.items()
         for leaf, name in (("kernel", "weight"), ("bias", "bias"))
     },
 }
-# Old folders store the inverse frequencies, which follow from the config; a tied head may be stored
-# besides the embedding.
+# What stands there only to be ignored: old folders store the inverse frequencies, which follow from
+# the config; a tied head may be stored besides the embedding.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|lm_head\.weight")
 
 
@@ -69,14 +84,14 @@ def load_parameters(
     graphdef, abstract = nnx.split(model, nnx.Param)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     plans = [_LeafPlan(_dotted(path), leaf, config.num_layers) for path, leaf in leaves]
-    _check_names(source, {name for plan in plans for name in plan.tensors})
+    _check_names(source, {name for plan in plans for name, _ in plan.tensors})
     for plan in plans:
         plan.check_shapes(source)
     return graphdef, jax.tree_util.tree_unflatten(treedef, [plan.load(source) for plan in plans])
 
 
 def _dotted(path: tuple) -> str:
-    """Return a leaf's path as "layers.attention.q_proj.kernel"."""
+    """Return a leaf's path as "layers.attention.o_proj.kernel"."""
     return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
@@ -85,19 +100,33 @@ class _LeafPlan:
 
     def __init__(self, path: str, leaf: jax.ShapeDtypeStruct, num_layers: int) -> None:
         stacked = path.startswith("layers.")
-        template = _LLAMA[path]
-        self.shape, self.dtype, self.stacked = leaf.shape, leaf.dtype, stacked
-        self.transposed = path.endswith(".kernel")  # ours [in, out], theirs [out, in]
-        self.tensors = [template.format(i) for i in range(num_layers)] if stacked else [template]
-        part = self.shape[1:] if stacked else self.shape
-        self.expected = part[::-1] if self.transposed else part
+        self.shape, self.dtype = leaf.shape, leaf.dtype
+        self.transposed = path.endswith(".kernel")  # ours [in, *out], theirs [out, in]
+        self.is_table = path.endswith(".table")
+        # (tensor, the part of the leaf that it fills)
+        self.tensors: list[tuple[str, tuple]] = []
+        for template, part in _LLAMA[path].items():
+            if stacked:
+                self.tensors += [(template.format(i), (i, *part)) for i in range(num_layers)]
+            else:
+                self.tensors.append((template, part))
+
+    def _shape_in_file(self, part: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor that fills a part of this shape."""
+        if self.is_table:
+            return part
+        if self.transposed:
+            return math.prod(part[1:]), part[0]
+        return (math.prod(part),)
 
     def check_shapes(self, source: TensorSource) -> None:
-        for name in self.tensors:
+        leaf = np.broadcast_to(np.int8(0), self.shape)  # takes no memory
+        for name, part in self.tensors:
+            expected = self._shape_in_file(leaf[part].shape)
             found = tuple(source.tensor_shape(name))
-            if found != self.expected:
+            if found != expected:
                 raise ValueError(
-                    f"tensor {name!r} of {source.name} must have shape {self.expected}, got {found}"
+                    f"tensor {name!r} of {source.name} must have shape {expected}, got {found}"
                 )
 
     def load(self, source: TensorSource) -> jax.Array:
@@ -105,10 +134,13 @@ class _LeafPlan:
         # leaf before is gone before this one is filled.
         jax.device_put(np.int8(0)).block_until_ready()
         host = np.empty(self.shape, self.dtype)
-        for i, name in enumerate(self.tensors):
+        for name, part in self.tensors:
             tensor = source.read_tensor(name)
             # One assignment transposes and converts: no further copy of the tensor is made.
-            (host[i] if self.stacked else host)[...] = tensor.T if self.transposed else tensor
+            place = host[part]
+            if self.transposed:  # [out, in] -> [*out, in] -> [in, *out], all views
+                tensor = np.moveaxis(tensor.reshape(*place.shape[1:], -1), -1, 0)
+            place[...] = tensor if self.is_table else tensor.reshape(place.shape)
         return jax.device_put(host).block_until_ready()
 
 

@@ -20,32 +20,32 @@ def precision(dtype: DTypeLike) -> lax.Precision | None:
 
 
 class Linear(nnx.Module):
-    """y = x @ kernel + bias; kernel [in, out], products accumulated in float32.
+    """y = x @ kernel + bias; kernel [in, *out], products accumulated in float32.
 
-    `axes` are the mesh axes of (in, out): (None, "tp") splits the outputs over the devices, ("tp",
-    None) the inputs.
+    `axes` are the mesh axes of (in, *out): (None, "tp") splits the outputs over the devices, ("tp",
+    None) the inputs. Projections of the same input are one product with several axes of outputs, of
+    which the one that is split is a whole unit of each (a KV head with its query heads, say).
     """
 
     def __init__(
         self,
         in_features: int,
-        out_features: int,
+        out_features: int | tuple[int, ...],
         *,
         bias: bool,
-        axes: tuple[str | None, str | None],
+        axes: tuple[str | None, ...],
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ) -> None:
-        kernel = _INIT(rngs.params(), (in_features, out_features), dtype)
+        out = (out_features,) if isinstance(out_features, int) else out_features
+        kernel = _INIT(rngs.params(), (in_features, *out), dtype)
         self.kernel = nnx.Param(kernel, out_sharding=axes)
         self.bias = (
-            nnx.Param(jnp.zeros((out_features,), dtype), out_sharding=axes[1:])
-            if bias
-            else nnx.data(None)
+            nnx.Param(jnp.zeros(out, dtype), out_sharding=axes[1:]) if bias else nnx.data(None)
         )
 
-    def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
-        """Return [T, out] in float32; the caller rounds to the model's dtype where it wants to."""
+    def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T ..."]:
+        """Return [T, *out] in float32; the caller rounds to the model's dtype where it wants to."""
         kernel = self.kernel[...]
         y = lax.dot_general(
             x,

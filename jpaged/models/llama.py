@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -63,16 +64,13 @@ class Attention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.config = config
-        width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-
-        def linear(size_in: int, size_out: int, axes: tuple[str | None, str | None]) -> Linear:
-            bias = config.attention_bias
-            return Linear(size_in, size_out, bias=bias, axes=axes, dtype=dtype, rngs=rngs)
-
-        self.q_proj = linear(config.hidden_size, width, (None, "tp"))
-        self.k_proj = linear(config.hidden_size, kv_width, (None, "tp"))
-        self.v_proj = linear(config.hidden_size, kv_width, (None, "tp"))
-        self.o_proj = linear(width, config.hidden_size, ("tp", None))
+        size, heads = config.hidden_size, config.num_heads
+        group = heads // config.num_kv_heads
+        make = partial(Linear, bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        # For each KV head its query heads, its keys and its values: one product for all three.
+        out = (config.num_kv_heads, group + 2, config.head_dim)
+        self.qkv_proj = make(size, out, axes=(None, "tp", None, None))
+        self.o_proj = make(heads * config.head_dim, size, axes=("tp", None))
 
     def project(
         self,
@@ -81,10 +79,10 @@ class Attention(nnx.Module):
         sin: Float[Array, "T half"],
     ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
         """Queries and keys, rotated, and values."""
-        heads = (x.shape[0], -1, self.config.head_dim)
-        q = rotate(self.q_proj(x).reshape(heads), cos, sin).astype(x.dtype)
-        k = rotate(self.k_proj(x).reshape(heads), cos, sin).astype(x.dtype)
-        v = self.v_proj(x).reshape(heads).astype(x.dtype)
+        qkv = self.qkv_proj(x)  # [T, K, G + 2, D]
+        q = qkv[:, :, :-2].reshape(x.shape[0], self.config.num_heads, self.config.head_dim)
+        q, k = (rotate(x, cos, sin) for x in (q, qkv[:, :, -2]))
+        q, k, v = (y.astype(x.dtype) for y in (q, k, qkv[:, :, -1]))
         return q, k, v
 
     def output(self, attended: Float[Array, "T H D"]) -> Float[Array, "T E"]:
@@ -96,17 +94,15 @@ class FeedForward(nnx.Module):
     """The gated feed-forward network: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        def linear(size_in: int, size_out: int, axes: tuple[str | None, str | None]) -> Linear:
-            bias = config.mlp_bias
-            return Linear(size_in, size_out, bias=bias, axes=axes, dtype=dtype, rngs=rngs)
-
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size, (None, "tp"))
-        self.up_proj = linear(config.hidden_size, config.intermediate_size, (None, "tp"))
-        self.down_proj = linear(config.intermediate_size, config.hidden_size, ("tp", None))
+        size, inner = config.hidden_size, config.intermediate_size
+        make = partial(Linear, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.gate_up_proj = make(size, (2, inner), axes=(None, None, "tp"))
+        self.down_proj = make(inner, size, axes=("tp", None))
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """Return float32 [T, E]."""
-        gated = jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
+        gate_up = self.gate_up_proj(x)  # [T, 2, F]
+        gated = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
         return self.down_proj(gated.astype(x.dtype))
 
 

@@ -212,12 +212,21 @@ def check_params() -> Callable[..., None]:
         for ours, theirs in norms.items():
             name = f"{prefix}{theirs}_layernorm.weight"
             same(stack[ours]["scale"][...], name, transposed=False)
-        for part, theirs, projections in [
-            ("attention", "self_attn", "q_proj k_proj v_proj o_proj"),
-            ("feed_forward", "mlp", "gate_proj up_proj down_proj"),
-        ]:
-            for projection in projections.split():
-                leaf = stack[part][projection]["kernel"][...]
-                same(leaf, f"{prefix}{theirs}.{projection}.weight", transposed=True)
+        attention, feed_forward = stack["attention"], stack["feed_forward"]
+        # For each KV head its query heads, its keys and its values.
+        qkv = np.asarray(attention["qkv_proj"]["kernel"][...])
+        gate_up = np.asarray(feed_forward["gate_up_proj"]["kernel"][...])
+        kernels = {
+            "self_attn.q_proj": qkv[:, :, :, :-2],
+            "self_attn.k_proj": qkv[:, :, :, -2],
+            "self_attn.v_proj": qkv[:, :, :, -1],
+            "self_attn.o_proj": attention["o_proj"]["kernel"][...],
+            "mlp.gate_proj": gate_up[:, :, 0],
+            "mlp.up_proj": gate_up[:, :, 1],
+            "mlp.down_proj": feed_forward["down_proj"]["kernel"][...],
+        }
+        for theirs, kernel in kernels.items():
+            matrix = kernel.reshape(*kernel.shape[:2], -1)
+            same(matrix, f"{prefix}{theirs}.weight", transposed=True)
 
     return check

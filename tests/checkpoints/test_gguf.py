@@ -90,9 +90,11 @@ def test_biases_are_read_and_put_in_order(config, tensors, write_gguf, write_fol
             key = f"model.layers.{layer}.self_attn.{name}_proj.bias"
             tensors[key] = rng.standard_normal(size).astype(np.float32)
     attention = load(write_gguf(config, tensors)).params["layers"]["attention"]
-    for name in "qkvo":
+    qkv = attention["qkv_proj"]["bias"][...]  # [L, K, G + 2, D]
+    parts = {"q": qkv[:, :, :-2], "k": qkv[:, :, -2], "v": qkv[:, :, -1]}
+    for name, part in (parts | {"o": attention["o_proj"]["bias"][...]}).items():
         want = [tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"] for i in range(2)]
-        np.testing.assert_array_equal(attention[f"{name}_proj"]["bias"][...], np.stack(want))
+        np.testing.assert_array_equal(part.reshape(2, -1), np.stack(want))
 
 
 def test_defaults_of_missing_metadata(config, tensors, write_gguf):

@@ -57,9 +57,11 @@ def test_biases_are_read(config, tensors, write_folder):
         for name, size in (("q", 64), ("k", 32), ("v", 32), ("o", 64)):
             key = f"model.layers.{layer}.self_attn.{name}_proj.bias"
             tensors[key] = rng.standard_normal(size).astype(np.float32)
-    bias = load(write_folder(config, tensors)).params["layers"]["attention"]["k_proj"]["bias"]
-    want = [tensors[f"model.layers.{i}.self_attn.k_proj.bias"] for i in range(2)]
-    np.testing.assert_array_equal(bias[...], np.stack(want))
+    attention = load(write_folder(config, tensors)).params["layers"]["attention"]
+    bias = attention["qkv_proj"]["bias"][...]  # [L, K, G + 2, D]
+    for name, part in (("q", bias[:, :, :-2]), ("k", bias[:, :, -2]), ("v", bias[:, :, -1])):
+        want = [tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"] for i in range(2)]
+        np.testing.assert_array_equal(part.reshape(2, -1), np.stack(want))
 
 
 def test_a_tied_head_needs_no_tensor_and_minds_none(config, tensors, write_folder):

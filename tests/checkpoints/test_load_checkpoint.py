@@ -44,7 +44,7 @@ def test_the_bundled_model_loads():
     assert config.tie_word_embeddings
     assert config.max_position_embeddings == 8192
     leaves = jax.tree.leaves(checkpoint.params)
-    assert len(leaves) == 11
+    assert len(leaves) == 8
     assert sum(leaf.size for leaf in leaves) == 134_515_008
     assert checkpoint.eos_token_ids == (2,)
     assert checkpoint.tokenizer.eos_token == "<|im_end|>"

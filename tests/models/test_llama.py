@@ -146,25 +146,19 @@ def test_parameters_are_stacked_and_carry_their_axis(small_model):
         ".".join(map(str, path)): (variable[...].shape, variable.get_metadata("out_sharding"))
         for path, variable in nnx.to_flat_state(nnx.state(small_model, nnx.Param))
     }
-    columns, rows = (None, None, "tp"), (None, "tp", None)
+    rows = (None, "tp", None)
     assert found == {
         "embedding.table": ((24, 8), ("tp", None)),
         "head.table": ((24, 8), ("tp", None)),
         "norm.scale": ((8,), (None,)),
         "layers.attention_norm.scale": ((2, 8), (None, None)),
         "layers.feed_forward_norm.scale": ((2, 8), (None, None)),
-        "layers.attention.q_proj.kernel": ((2, 8, 12), columns),
-        "layers.attention.q_proj.bias": ((2, 12), (None, "tp")),
-        "layers.attention.k_proj.kernel": ((2, 8, 6), columns),
-        "layers.attention.k_proj.bias": ((2, 6), (None, "tp")),
-        "layers.attention.v_proj.kernel": ((2, 8, 6), columns),
-        "layers.attention.v_proj.bias": ((2, 6), (None, "tp")),
+        "layers.attention.qkv_proj.kernel": ((2, 8, 1, 4, 6), (None, None, "tp", None, None)),
+        "layers.attention.qkv_proj.bias": ((2, 1, 4, 6), (None, "tp", None, None)),
         "layers.attention.o_proj.kernel": ((2, 12, 8), rows),
         "layers.attention.o_proj.bias": ((2, 8), (None, None)),
-        "layers.feed_forward.gate_proj.kernel": ((2, 8, 12), columns),
-        "layers.feed_forward.gate_proj.bias": ((2, 12), (None, "tp")),
-        "layers.feed_forward.up_proj.kernel": ((2, 8, 12), columns),
-        "layers.feed_forward.up_proj.bias": ((2, 12), (None, "tp")),
+        "layers.feed_forward.gate_up_proj.kernel": ((2, 8, 2, 12), (None, None, None, "tp")),
+        "layers.feed_forward.gate_up_proj.bias": ((2, 2, 12), (None, None, "tp")),
         "layers.feed_forward.down_proj.kernel": ((2, 12, 8), rows),
         "layers.feed_forward.down_proj.bias": ((2, 8), (None, None)),
     }
@@ -192,7 +186,7 @@ def test_a_tied_model_has_no_head():
 
 
 def test_layers_start_from_different_weights(small_model):
-    kernel = small_model.layers.attention.q_proj.kernel[...]
+    kernel = small_model.layers.attention.qkv_proj.kernel[...]
     assert not np.array_equal(kernel[0], kernel[1])
 
 
