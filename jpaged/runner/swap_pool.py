@@ -60,13 +60,14 @@ class SwapPool:
     ) -> None:
         """Copy device blocks into rows of the store; waits until they are there.
 
-        The pools stay as they are. The blocks are read as all calls before this one leave them.
+        The pools stay as they are. The blocks are read as all calls before this one leave them. A
+        block may go to several rows: requests that share it may be swapped out together.
 
         Raises:
-            ValueError: The lists differ in length, or one names a block twice or one that does not
-                exist.
+            ValueError: The lists differ in length, or name a block that does not exist, or
+                host_blocks names one twice.
         """
-        blocks, rows = self._checked(device_blocks, host_blocks, distinct_rows=True)
+        blocks, rows = self._checked(device_blocks, host_blocks, written="host_blocks")
         under_way: list[tuple[Int[np.ndarray, " C"], tuple[Array, Array]]] = []
         for part, length in self._moves.split(blocks.size):
             ids = self._moves.padded(blocks[part], length, 0)
@@ -93,9 +94,10 @@ class SwapPool:
         A row may go to several blocks; rows are free again at once. The pools are donated.
 
         Raises:
-            ValueError: As `swap_out`, but for rows named twice; the pools are as before.
+            ValueError: The lists differ in length, or name a block that does not exist, or
+                device_blocks names one twice; the pools are as before.
         """
-        blocks, rows = self._checked(device_blocks, host_blocks, distinct_rows=False)
+        blocks, rows = self._checked(device_blocks, host_blocks, written="device_blocks")
         for part, length in self._moves.split(blocks.size):
             count = rows[part].size
             # Fresh memory for each call: the device may read it after the call has returned.
@@ -108,9 +110,16 @@ class SwapPool:
             pools = self._moves.programs["scatter", length](*pools, ids, *staged)
         return pools
 
-    def _checked(self, device_blocks, host_blocks, *, distinct_rows: bool):
-        blocks = check_blocks("device_blocks", device_blocks, self._moves.num_blocks)
-        rows = check_blocks("host_blocks", host_blocks, self.num_blocks, distinct=distinct_rows)
+    def _checked(self, device_blocks, host_blocks, *, written: str):
+        """The lists, of which the one named `written` is to be distinct."""
+        lists = {
+            "device_blocks": (device_blocks, self._moves.num_blocks),
+            "host_blocks": (host_blocks, self.num_blocks),
+        }
+        blocks, rows = (
+            check_blocks(name, ids, count, distinct=name == written)
+            for name, (ids, count) in lists.items()
+        )
         if blocks.size != rows.size:
             raise ValueError(
                 f"host_blocks must be as many as device_blocks ({blocks.size}), got {rows.size}"

@@ -280,3 +280,38 @@ def test_more_sequences_than_rows_are_refused(make_engine):
         engine.add_request(SHARED[:5], SamplingParams(n=9))
     with pytest.raises(ValueError, match="beam_width must be at most 19 with 1 tokens"):
         engine.add_request(SHARED[:5], SamplingParams(beam_width=20))
+
+
+def test_requests_that_share_blocks_are_swapped_out_together(make_engine):
+    """Each keeps a copy of its own of what they share."""
+    engine = make_engine(
+        num_blocks=16,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=True,
+        preemption_mode="swap",
+        swap_space_gib=0.01,
+        scheduling_policy="priority",
+    )
+
+    def run(prompts):
+        for prompt in prompts:
+            params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, priority=1)
+            engine.add_request(prompt, params, arrival_time=0.0)
+            for _ in range(3):
+                engine.step()
+        shared = engine.stats().blocks_shared
+        if len(prompts) > 1:  # one that needs nearly the whole pool
+            urgent = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+            engine.add_request(list(range(300, 500)), urgent, arrival_time=0.0)
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs |= {out.request_id: out for out in engine.step() if out.finished}
+        return [
+            out.outputs[0].token_ids for out in outputs.values() if len(out.prompt_token_ids) == 65
+        ], shared
+
+    prompts = [[*range(1, 65), last] for last in (100, 200)]
+    alone = [run([prompt])[0][0] for prompt in prompts]
+    together, shared = run(prompts)
+    assert shared == 4 and engine.stats().preemptions_swap == 2
+    assert sorted(together) == sorted(alone)
