@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from _command_line import UsageError, define_output_flags, integers, run_script, write_json
@@ -32,16 +33,6 @@ from jpaged.step_loop import StepLoop
 
 VOCAB_SIZE = 32000
 BLOCK_SIZE = 16
-
-FLAGS = flags.FlagValues()
-flags.DEFINE_list("batch", ["64", "256", "1024"], "Sequences that decode.", flag_values=FLAGS)
-flags.DEFINE_list("context", ["128", "1024"], "Tokens of each at the start.", flag_values=FLAGS)
-flags.DEFINE_list("num_blocks", ["100000", "1000000"], "Blocks in the pool.", flag_values=FLAGS)
-flags.DEFINE_list(
-    "device_ms", ["2", "5", "10", "20"], "Milliseconds of an imitated step.", flag_values=FLAGS
-)
-flags.DEFINE_integer("steps", 300, "Steps to measure.", lower_bound=1, flag_values=FLAGS)
-define_output_flags(FLAGS)
 
 
 class ImitationResult:
@@ -200,7 +191,26 @@ def measure_overlap(
     }
 
 
+def define_flags() -> flags.FlagValues:
+    """The script's flags, not parsed."""
+    values = flags.FlagValues()
+    flags.DEFINE_list("batch", ["64", "256", "1024"], "Sequences that decode.", flag_values=values)
+    flags.DEFINE_list(
+        "context", ["128", "1024"], "Tokens of each at the start.", flag_values=values
+    )
+    flags.DEFINE_list(
+        "num_blocks", ["100000", "1000000"], "Blocks in the pool.", flag_values=values
+    )
+    flags.DEFINE_list(
+        "device_ms", ["2", "5", "10", "20"], "Milliseconds of an imitated step.", flag_values=values
+    )
+    flags.DEFINE_integer("steps", 300, "Steps to measure.", lower_bound=1, flag_values=values)
+    define_output_flags(values)
+    return values
+
+
 def run(values: flags.FlagValues) -> int:
+    """Measure and print; returns the exit code."""
     batches = integers("batch", values.batch)
     contexts = integers("context", values.context)
     pools = integers("num_blocks", values.num_blocks)
@@ -239,5 +249,10 @@ def run(values: flags.FlagValues) -> int:
     return 0
 
 
+def main(argv: Sequence[str]) -> int:
+    """Run the script; returns the exit code."""
+    return run_script(argv, __doc__, define_flags(), run)
+
+
 if __name__ == "__main__":
-    sys.exit(run_script(sys.argv, __doc__, FLAGS, run))
+    sys.exit(main(sys.argv))
