@@ -1,4 +1,4 @@
-"""What the benchmarks of memory management share: flags, errors in one sentence, files of results.
+"""What the benchmark scripts share: flags, errors in one sentence, files of results.
 
 Imported first: it makes the packages importable by scripts where they are not installed.
 """
@@ -104,7 +104,8 @@ def run_script(
         run: Does the work and returns the exit code; may raise UsageError.
 
     Returns:
-        The exit code: run's, or 2 for bad usage and 130 when interrupted.
+        The exit code: run's, or 2 for bad usage, 130 when interrupted, and 141 if the reader of
+        standard output went away.
     """
     flags.DEFINE_bool("help", False, "Show this.", flag_values=values)
     try:
@@ -112,16 +113,23 @@ def run_script(
             rest = values(list(argv))[1:]
         except flags.Error as error:
             raise UsageError(" ".join(str(error).split())) from error
+        code = 0
         if values["help"].value:
             print(doc, values.get_help(), sep="\n")
-            return 0
-        if rest:
+        elif rest:
             raise UsageError(f"unexpected argument {rest[0]!r}")
-        _check_files(values)
-        return run(values)
+        else:
+            _check_files(values)
+            code = run(values)
+        sys.stdout.flush()  # what goes wrong with it is answered here
+        return code
     except UsageError as error:
         print(f"{os.path.basename(argv[0])}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Python would complain once more when it flushes standard output at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
