@@ -254,6 +254,7 @@ def print_stats(llm: LLM, seconds: float) -> None:
     counters = llm.stats()
     stats = dataclasses.asdict(counters)
     stats["internal_waste"] = counters.internal_waste
+    stats["prefix_hit_rate"] = round(counters.prefix_hit_rate, 4)
     stats["seconds"] = round(seconds, 3)  # of generation: without loading and compiling
     stats["generated_tokens_per_second"] = round(stats["generated_tokens"] / seconds, 1)
     print(json.dumps(stats), file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import stat
 import sys
 from pathlib import Path
@@ -77,6 +78,22 @@ def run_benchmark(scripts_on_path, capsys):
         return code, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def check_refusal(run_benchmark, monkeypatch):
+    """Checks that a benchmark refuses its arguments, in one line, before anything loads."""
+    import jpaged.llm
+
+    monkeypatch.setattr(jpaged.llm, "LLM", None)
+
+    def check(name, arguments, message):
+        code, out, err = run_benchmark(name, *arguments)
+        assert (code, out) == (2, "")
+        assert len(err.splitlines()) == 1
+        assert re.search(message, err)
+
+    return check
 
 
 @pytest.fixture

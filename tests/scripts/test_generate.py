@@ -250,6 +250,7 @@ def test_stats_go_to_standard_error(run):
     stats = json.loads(err.splitlines()[-1])
     assert {"num_blocks", "blocks_used", "steps", "compilations_after_warmup"} <= set(stats)
     assert stats["internal_waste"] == 1 - stats["slots_used_share"]
+    assert stats["prefix_hit_rate"] == stats["prefix_query_tokens"] == 0  # it does not cache
     assert stats["seconds"] > 0 and stats["generated_tokens_per_second"] > 0
 
 
@@ -574,7 +575,6 @@ def test_a_bad_prompt_flag_is_bad_usage(run, tiny_llm, prompt):
     "arguments, message",
     [
         (["--block_size", "0"], "block_size must be an int in"),
-        (["--overlap"], "overlap=True asks for overlapped scheduling"),
         (["--dtype", "float16"], "dtype must be 'auto', 'float32' or 'bfloat16', got 'float16'"),
         (["--model", "no-such-model"], "no-such-model"),
         (["--model", "no/such/folder/at/all"], "no/such/folder/at/all"),
