@@ -239,6 +239,8 @@ class RequestMemory:
     def release(self, sequence: Sequence) -> None:
         """Take a sequence's row and blocks, if it has any; full ones can still be found. Of what is
         swapped out, take that of a finished sequence."""
+        if sequence.finish_reason is not None:
+            sequence.num_pending = 0  # `Scheduler.update` passes over what is still to come
         if sequence.slot >= 0:
             self.publish(sequence)
             self.block_manager.free(sequence.slot)

@@ -43,9 +43,8 @@ class Scheduler:
          just its first chunk, finds room beside what the running ones will take until it is
          computed, with the watermark to spare. Its blocks are then taken chunk by chunk. So
          whatever is admitted, for the first time or again, samples at least one token before it
-         can be preempted: nobody comes and goes without progress. (Among requests of several
-         sequences the look-ahead is an estimate, and some do. The policy may let the first
-         waiting request push out running ones that stand behind it.)
+         can be preempted: nobody comes and goes without progress. (But the policy may let the
+         first waiting request push out running ones that stand behind it.)
 
     Every request finishes. Take the first unfinished one. Running, it is preempted only when it is
     the last one running, that is alone; but alone it fits, since `add` refuses what does not. So it

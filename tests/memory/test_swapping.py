@@ -155,6 +155,39 @@ def test_an_abort_while_swapped_out():
     manager.check_integrity()
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_one_of_several_is_given_up(at_once):
+    """Three that share a block and have one or none of their own."""
+    manager = make_manager(num_swap_blocks=4)
+    slot = manager.allocate(4)
+    slots = [slot, *manager.fork(slot, 2)]
+    manager.append_one(rows(*slots[:2]))
+    manager.take_copies()
+    swapped = manager.swap_out(slots)
+    shared, own = swapped.host_blocks[0], swapped.host_blocks[1:]
+    assert (swapped.num_blocks, len(own)) == (3, 2)
+    if not at_once:
+        manager.take_copies()
+    manager.drop_one_swapped(swapped, 0)
+    assert (swapped.num_blocks, swapped.num_tokens) == (2, (5, 4))
+    assert swapped.host_blocks.tolist() == [shared, own[1]]
+    assert [table.tolist() for table in swapped.tables] == [[0, 1], [0]]
+    manager.check_integrity()
+    manager.take_copies()
+    assert manager.num_free_swap_blocks == 2
+    manager.drop_one_swapped(swapped, 1)  # has nothing of its own
+    assert (swapped.num_blocks, swapped.num_tokens) == (2, (5,))
+    for index in (0, 1, -1):
+        with pytest.raises(ValueError, match=f"one of several sequences, got {index} of 1"):
+            manager.drop_one_swapped(swapped, index)
+    (slot,) = manager.swap_in(swapped)
+    assert swapped.host_blocks.tolist() == [shared, own[1]]
+    assert swapped.device_blocks.tolist() == manager.block_table(slot).tolist()
+    manager.take_copies()
+    assert manager.num_free_swap_blocks == 4
+    manager.check_integrity()
+
+
 def test_all_or_nothing():
     manager = make_manager(num_swap_blocks=3)
     slots = [manager.allocate(8), manager.allocate(5)]
