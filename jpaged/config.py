@@ -39,8 +39,8 @@ class EngineConfig:
         attention_backend: "auto", "xla", "triton", "mosaic" or "reference" (`pallas_kernels` says
             what each is). "auto" takes the fastest that the device and the model allow; one asked
             for by name that they do not allow is refused when the engine is made.
-        overlap: plan and dispatch a step while the one before it runs; the same outputs either
-            way.
+        overlap: plan and dispatch a step while the one before it runs. Steps are cut differently
+            then, which tokens do not depend on (but for ties, and in float32).
         batch_invariant: a request's log-probabilities are bitwise the same whatever else is in the
             batch, and however it was scheduled, preempted or cached. Slower.
         compilation_cache_dir: folder of JAX's persistent compilation cache, or None for none.

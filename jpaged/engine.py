@@ -415,6 +415,8 @@ class Engine:
     def _compute_step(self) -> None:
         for tracked in self._loop.step(self._tracked):
             request_id = tracked.request.request_id
+            if self._tracked.get(request_id) is not tracked:
+                continue  # aborted since, which has been reported
             if tracked.request.finished:
                 del self._tracked[request_id]
                 if tracked.request.keep:

@@ -278,7 +278,7 @@ class LLM:
         request_id = next(
             name
             for number in self._request_numbers
-            if not self.engine.has_request(name := f"llm-{number}")
+            if self.engine.scheduler.get(name := f"llm-{number}") is None
         )
         self._latest[request_id] = None
         try:

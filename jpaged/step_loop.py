@@ -43,6 +43,8 @@ class StepLoop:
         self._overlap = overlap
         self._executor = StepExecutor(runner, scheduler.block_manager)
         self._under_way: _StepUnderWay | None = None
+        # Requests that changed; told by the next step if this one fails after it has taken some in.
+        self._changed: dict[str, RequestState] = {}
         self._taken_in = 0.0  # when the last step was, by time.perf_counter
 
     @property
@@ -52,8 +54,8 @@ class StepLoop:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step is under way."""
-        return self._under_way is None
+        """Whether no step is under way, and nothing that one has brought is left to tell."""
+        return self._under_way is None and not self._changed
 
     def step(self, tracked: Mapping[str, RequestState]) -> list[RequestState]:
         """Dispatch the next step, if there is anything to compute, and take in those whose tokens
@@ -62,18 +64,22 @@ class StepLoop:
         tracked  the unfinished requests by id
         """
         before, self._under_way = self._under_way, None
+        if before is not None and all(s.finish_reason for s in before.plan.sequences):
+            before = None  # surplus rows alone: nobody is to suffer from how they fare
+        # One that is there already may have been for long: the caller was away.
+        is_timed = before is not None and not before.result.is_ready()
         with self._careful():
             plan = self._scheduler.schedule()
             result = self._executor.execute(plan, tracked)
         if result is not None:
             self._under_way = _StepUnderWay(plan, result, time.perf_counter())
-        changed: dict[str, RequestState] = {}
         if before is not None:
-            self._take_in(before, tracked, changed)
+            self._take_in(before, tracked, is_timed=is_timed)
         now = self._under_way
         if now is not None and (not self._overlap or plan.needs_tokens):
             self._under_way = None
-            self._take_in(now, tracked, changed)
+            self._take_in(now, tracked, is_timed=True)
+        changed, self._changed = self._changed, {}
         return list(changed.values())
 
     @contextlib.contextmanager
@@ -90,21 +96,19 @@ class StepLoop:
             raise
 
     def _take_in(
-        self,
-        done: _StepUnderWay,
-        tracked: Mapping[str, RequestState],
-        changed: dict[str, RequestState],
+        self, done: _StepUnderWay, tracked: Mapping[str, RequestState], *, is_timed: bool
     ) -> None:
         """Wait for a step's tokens and hand them to scheduler and requests."""
         plan, result, dispatched = done
         with self._careful():
             tokens = result.tokens(plan.num_sampled)
+            if any(s.request.sampling_params.prompt_logprobs is not None for s in plan.sequences):
+                result.wait_for_prompt_logprobs()
         now = time.perf_counter()
         began = max(dispatched, self._taken_in)  # the step before it had the device until then
         self._taken_in = now
-        if self.costs is not None and (
-            plan.num_tokens >= 2 * len(plan.sequences) and not plan.moves
-        ):
+        is_prefill = plan.num_tokens >= 2 * len(plan.sequences) and not plan.moves
+        if self.costs is not None and is_prefill and is_timed:
             self.costs.observe_prefill(plan.num_tokens, now - began)
         updated = self._scheduler.update(plan, tokens, result.candidates)
         collect_prompt_logprobs(plan, result, tracked)
@@ -115,14 +119,14 @@ class StepLoop:
             rows = [row_of[id(sequence)] for sequence in updated]
         for sequence, row in zip(updated, rows, strict=True):
             request_id = sequence.request.request_id
-            state = changed[request_id] = tracked[request_id]
+            state = self._changed[request_id] = tracked[request_id]
             if state.reads_tokens:
                 self._advance(state, sequence, result, row)
         if plan.needs_tokens:
             for sequence in plan.sequences[: plan.num_sampled]:
                 beams = tracked.get(sequence.request.request_id)
                 if sequence.request.beams is not None and beams is not None:
-                    changed[sequence.request.request_id] = beams
+                    self._changed[sequence.request.request_id] = beams
 
     def _advance(
         self, state: RequestState, sequence: Sequence, result: StepResults, row: int

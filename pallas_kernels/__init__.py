@@ -88,7 +88,8 @@ def paged_attention(
         sinks: One more logit a head in the softmax's denominator (and in lse), without a value.
         return_lse: Also return the natural logarithm of the softmax's denominator.
         batch_invariant: A query's result is bitwise the same whatever else is in the batch and
-            however its sequence was cut into calls (for one block size). Slower.
+            however its sequence was cut into calls (for one block size). Slower, and by the xla
+            backend alone.
         plan: Work lists for these query_starts and context_lens, of `plan_attention` or of
             `pallas_kernels.plan.make_plan`, for a backend that uses them (mosaic and triton, which
             share them). Made in the call if None, which costs some ten small launches: make it once

@@ -41,6 +41,14 @@ class ImitationResult:
     def __init__(self, ready: float | None) -> None:
         self.ready = ready
 
+    def is_ready(self) -> bool:
+        """Whether the time has come."""
+        return self.ready is None or self.ready <= time.perf_counter()
+
+    def wait_for_prompt_logprobs(self) -> None:
+        """Nobody asks."""
+        raise NotImplementedError
+
     def tokens(self, count: int) -> np.ndarray:
         """Any tokens; waits until they are there."""
         if self.ready is not None and (left := self.ready - time.perf_counter()) > 0:

@@ -43,11 +43,11 @@ class Batch(NamedTuple):
 
     num_sampled: Int[Array, ""]
     wants_prompt_logprobs: Int[Array, ""]
-    token_ids: Int[Array, " T"]
+    token_ids: Int[Array, " T"]  # -1: the token that was sampled last in the row's slot
     logprob_targets: Int[Array, " T"]  # the next prompt token whose logprob is wanted, else -1
     query_starts: Int[Array, " S+1"]
     context_lens: Int[Array, " S"]
-    slots: Int[Array, " S"]  # the request's row in the bias table
+    slots: Int[Array, " S"]  # the sequence's place in last_tokens and in the bias table
     parameters: Int[Array, "S P"]
     block_tables: Int[Array, "S M"]
 

@@ -58,6 +58,14 @@ class StepResult:
         self._rows = rows
         self._prompt_rows = prompt_rows
 
+    def is_ready(self) -> bool:
+        """Whether the step has run."""
+        return self._rows.is_ready()  # type: ignore[attr-defined]
+
+    def wait_for_prompt_logprobs(self) -> None:
+        """Wait until `prompt_logprobs` can be read."""
+        self._prompt_rows.block_until_ready()
+
     def tokens(self, count: int) -> Int[np.ndarray, " count"]:
         """The sampled tokens of the first `count` rows; waits for the step."""
         return np.asarray(self._rows)[:count, 0]

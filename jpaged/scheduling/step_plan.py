@@ -39,7 +39,7 @@ class StepPlan:
 
     Attributes:
         sequences: one a row. Those that sample a token in this step (their row ends at their last
-            known token) come first, the chunks that end earlier after them.
+            token, known or pending) come first, the chunks that end earlier after them.
         slots: int32 [rows], the row of each sequence in `BlockManager.tables`.
         starts: int32 [rows], tokens of each sequence that are in the KV pool before the step.
         lengths: int32 [rows], tokens to compute (>= 1): the query lengths.
@@ -82,7 +82,7 @@ def make_plan(
     """The plan that computes one token of each of `decodes`, and (sequence, tokens) of `chunks`."""
     sequences = list(decodes)
     lengths = [1] * len(decodes)
-    unfinished = []  # chunks that end before the last known token
+    unfinished = []  # chunks that end before the last token
     for sequence, length in chunks:
         if length == sequence.num_missing_tokens:
             sequences.append(sequence)
