@@ -133,7 +133,7 @@ def make_engine(checkpoint: Checkpoint, values: flags.FlagValues, **settings: An
 def measure_contexts(
     checkpoint: Checkpoint, values: flags.FlagValues, contexts: list[int]
 ) -> list[dict[str, Any]]:
-    """Milliseconds of a step of DECODES decodes; all engines read the same blocks of their pools."""
+    """Milliseconds a step of DECODES decodes; all engines read the same blocks of their pools."""
     most = checkpoint.config.max_position_embeddings
     short, long = contexts[0], contexts[-1]
     settings = {"max_num_seqs": DECODES, "max_num_batched_tokens": DECODES}
