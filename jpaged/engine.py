@@ -358,6 +358,7 @@ class Engine:
 
     def _new_branch_id(self, parent_id: str, siblings: list[RequestState]) -> str:
         taken = {sibling.request.request_id for sibling in siblings}
+        taken.update(output.request_id for output in self._pending_outputs)  # aborted ones
         names = (f"{parent_id}.{i}" for i in itertools.count(1))
         return next(n for n in names if n not in taken and self.scheduler.get(n) is None)
 

@@ -290,3 +290,16 @@ def test_a_failing_surplus_step_is_nobodys(make_engine):
     while engine.has_unfinished_requests():
         outputs = engine.step()
     assert outputs[0].outputs[0].token_ids == tokens[-1]
+
+
+def test_a_branch_is_not_named_after_one_whose_end_is_still_to_be_told(make_engine):
+    engine = make_engine()
+    engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=9), request_id="a")
+    while not engine.step():
+        pass
+    (first,) = engine.fork("a")
+    engine.abort(first)
+    (second,) = engine.fork("a")
+    assert (first, second) == ("a.1", "a.2")
+    while engine.has_unfinished_requests():
+        engine.step()
