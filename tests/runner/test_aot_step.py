@@ -128,11 +128,22 @@ def _joined(shape: tuple[int, ...]) -> str:
     return ",".join(map(str, shape))
 
 
-def layer_weights(config: LlamaConfig) -> set[tuple[int, int]]:
-    """The shapes of a layer's matrices."""
-    width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-    size, wide = config.hidden_size, config.intermediate_size
-    return {(size, width), (size, kv_width), (width, size), (size, wide), (wide, size)}
+def layer_weights(config: LlamaConfig) -> set[tuple[int, ...]]:
+    """The shapes of a layer's matrices, as the model stacks them."""
+    model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    stacked = jax.tree.leaves(nnx.state(model.layers, nnx.Param))
+    return {leaf.shape[1:] for leaf in stacked if leaf.ndim > 2}
+
+
+def temporary_bytes(config: LlamaConfig, bucket: Bucket) -> int:
+    """What a step may use beside its arguments: the widest activations (gate and up, float32), the
+    logits, 96 MiB for the rest (attention's splits, queries, keys and values)."""
+    activations = 4 * bucket.tokens * 2 * config.intermediate_size
+    logits = 4 * bucket.sequences * config.vocab_size
+    copied = 0
+    if jax.__version_info__ < (0, 11):  # the slice of a layer's weights is a copy
+        copied = 2 * max(map(math.prod, layer_weights(config)))
+    return activations + logits + 96 * MIB + copied
 
 
 @pytest.mark.usefixtures("gpu_options")
@@ -156,11 +167,10 @@ def test_a_step_on_an_h200(model, bucket, backend):
         compiled = compile_step(config, BUCKETS[bucket], num_blocks, backend)
     except NotImplementedError as error:
         pytest.skip(str(error))
-    logits_bytes = 4 * BUCKETS[bucket].sequences * config.vocab_size
-    assert compiled.temp_bytes < 512 * MIB + logits_bytes
+    assert compiled.temp_bytes < temporary_bytes(config, BUCKETS[bucket])
     assert compiled.alias_bytes >= 2 * math.prod(pool)
     assert not copies_of_pool(pool, compiled.hlo)
-    if jax.__version_info__ >= (0, 11):  # before, the slice of a layer's weights is a copy
+    if jax.__version_info__ >= (0, 11):
         for shape in layer_weights(config):
             assert not written(shape, compiled.hlo)
             # Where a slice begins is known from the loop's count: the host need not ask the GPU.
