@@ -33,6 +33,7 @@ def write_kv(kv_pool, layer, k, v, slot_mapping):
     # JAX counts negative indices from the end, so they have to be moved out of range by hand.
     blocks = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
     offsets = slot_mapping % block_size
+    blocks, offsets, kv = (_at_least_two(x) for x in (blocks, offsets, kv))
     return kv_pool.at[layer, blocks, :, :, offsets].set(kv, mode="drop")
 
 
@@ -51,4 +52,11 @@ def scatter_blocks(kv_pool, blocks, data):
     """One scatter over the block axis."""
     # JAX counts negative indices from the end, so they have to be moved out of range by hand.
     blocks = jnp.where(blocks < 0, kv_pool.shape[1], blocks)
+    blocks, data = _at_least_two(blocks), _at_least_two(data, axis=1)
     return kv_pool.at[:, blocks].set(data, mode="drop")
+
+
+def _at_least_two(x, axis=0):
+    """A lone index, or its update, twice: XLA makes of a scatter with one index a select between
+    two whole pools."""
+    return jnp.repeat(x, 2, axis=axis) if x.shape[axis] == 1 else x

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,15 +47,34 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T ..."]:
         """Return [T, *out] in float32; the caller rounds to the model's dtype where it wants to."""
-        kernel = self.kernel[...]
-        y = lax.dot_general(
-            x,
-            kernel,
-            (((1,), (0,)), ((), ())),
-            precision=precision(kernel.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        kernel = self.kernel.get_value()
+        if isinstance(kernel, LayerOf):
+            y = lax.switch(kernel.layer, [partial(_product, kernel=k) for k in kernel.layers], x)
+        else:
+            y = _product(x, kernel)
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+
+
+class LayerOf(NamedTuple):
+    """The kernel of one of several layers, as the value of a Linear's parameter.
+
+    XLA's CPU copies a layer's weights out of a stack before it multiplies by them, which a decode
+    step feels. A branch for each layer reads them where they lie, and costs next to nothing to
+    compile: its product is a call of a library.
+    """
+
+    layers: tuple[Float[Array, "in ..."], ...]
+    layer: Int[Array, ""]
+
+
+def _product(x: Float[Array, "T in"], kernel: Float[Array, "in ..."]) -> Float[Array, "T ..."]:
+    return lax.dot_general(
+        x,
+        kernel,
+        (((1,), (0,)), ((), ())),
+        precision=precision(kernel.dtype),
+        preferred_element_type=jnp.float32,
+    )
 
 
 class RMSNorm(nnx.Module):

@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
+from jpaged.models import separate_layers
 from jpaged.runner.batch import PARAMETERS, buffer_size, unpack
 from jpaged.runner.block_moves import BlockMoves
 from jpaged.runner.buckets import Bucket
@@ -290,10 +291,13 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self._graphdef = graphdef
         # Leaves and not a module: walking a module costs milliseconds a call.
+        leaf = jax.tree.leaves(params)[0]
+        self.device = next(iter(leaf.devices()))
+        if self.device.platform == "cpu" and leaf.dtype == jnp.float32:
+            params = separate_layers(params)
         self._leaves, self._treedef = jax.tree.flatten(params)
         self._backend = backend
         self._hidden_size = hidden_size
-        self.device = next(iter(self._leaves[0].devices()))
         self._row_tile = row_tile
         self._tile = _CPU_TILE if self.device.platform == "cpu" else num_slots
         if row_tile is not None:

@@ -40,13 +40,14 @@ def indices(size, count):
 
 @all_backends
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_write_kv(backend, dtype):
+@pytest.mark.parametrize("count", [7, 1])
+def test_write_kv(backend, dtype, count):
     pool = random_array(SHAPE, dtype)
-    k, v = (random_array((7, SHAPE[3], SHAPE[5]), DTYPES[dtype], seed) for seed in (1, 2))
+    k, v = (random_array((count, SHAPE[3], SHAPE[5]), DTYPES[dtype], seed) for seed in (1, 2))
     write = jax.jit(pallas_kernels.write_kv, static_argnames="backend")
 
     @few_examples
-    @given(indices(NUM_SLOTS, 7), st.integers(0, SHAPE[0] - 1))
+    @given(indices(NUM_SLOTS, count), st.integers(0, SHAPE[0] - 1))
     def check(slots, layer):
         expected = pool.copy()
         for token, slot in enumerate(slots):
@@ -61,13 +62,14 @@ def test_write_kv(backend, dtype):
 
 @all_backends
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_copy_blocks(backend, dtype):
+@pytest.mark.parametrize("count", [4, 1])
+def test_copy_blocks(backend, dtype, count):
     pool = random_array(SHAPE, dtype)
     copy = jax.jit(pallas_kernels.copy_blocks, static_argnames="backend")
     any_source = st.integers(0, NUM_BLOCKS - 1)
 
     @few_examples
-    @given(st.lists(any_source, min_size=4, max_size=4), indices(NUM_BLOCKS, 4))
+    @given(st.lists(any_source, min_size=count, max_size=count), indices(NUM_BLOCKS, count))
     def check(sources, destinations):
         expected = pool.copy()
         for source, destination in zip(sources, destinations, strict=True):
@@ -89,13 +91,14 @@ def test_copies_are_simultaneous(backend):
 
 @all_backends
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gather_and_scatter_blocks(backend, dtype):
+@pytest.mark.parametrize("count", [4, 1])
+def test_gather_and_scatter_blocks(backend, dtype, count):
     pool, other = random_array(SHAPE, dtype), random_array(SHAPE, dtype, seed=1)
     gather = jax.jit(pallas_kernels.gather_blocks, static_argnames="backend")
     scatter = jax.jit(pallas_kernels.scatter_blocks, static_argnames="backend")
 
     @few_examples
-    @given(indices(NUM_BLOCKS, 4))
+    @given(indices(NUM_BLOCKS, count))
     def check(ids):
         blocks = np.array(ids, np.int32)
         data = np.asarray(gather(pool, blocks, backend=backend))
@@ -110,13 +113,18 @@ def test_gather_and_scatter_blocks(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])
-def test_block_copies_leave_the_pool_in_place(dtype):
+@pytest.mark.parametrize("count", [4, 1])
+def test_writes_leave_the_pool_in_place(dtype, count):
     pool = jnp.zeros((8, 512, 2, 2, 16, 16), dtype)
-    ids = jnp.arange(4, dtype=jnp.int32)
-    copy = jax.jit(pallas_kernels.copy_blocks, donate_argnums=0).lower(pool, ids, ids).compile()
-    data = pool[:, :4]
-    scatter = jax.jit(pallas_kernels.scatter_blocks, donate_argnums=0)
-    for compiled in (copy, scatter.lower(pool, ids, data).compile()):
+    ids = jnp.arange(count, dtype=jnp.int32)
+    kv = jnp.zeros((count, 2, 16), DTYPES[dtype])
+    calls = (
+        (pallas_kernels.copy_blocks, ids, ids),
+        (pallas_kernels.scatter_blocks, ids, pool[:, :count]),
+        (pallas_kernels.write_kv, jnp.int32(3), kv, kv, ids),
+    )
+    for function, *arguments in calls:
+        compiled = jax.jit(function, donate_argnums=0).lower(pool, *arguments).compile()
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes == pool.nbytes
         assert memory.temp_size_in_bytes < pool.nbytes / 20

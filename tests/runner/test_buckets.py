@@ -1,6 +1,13 @@
+import jax.numpy as jnp
 import pytest
 
-from jpaged.runner.buckets import TABLE_GROUP, choose_bucket, make_buckets, table_width
+from jpaged.runner.buckets import (
+    TABLE_GROUP,
+    choose_bucket,
+    few_rows,
+    make_buckets,
+    table_width,
+)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 31, 64, 100, 2048, 8192])
@@ -28,6 +35,15 @@ def test_no_bucket_for_a_step_beyond_the_limits():
 def test_all_dimensions_are_padded_to_at_least_eight():
     # XLA's CPU kernels round differently below 8 rows.
     assert all(b.tokens % 8 == 0 and b.sequences % 8 == 0 for b in make_buckets(5, 3, 16))
+
+
+def test_one_row_of_float32_on_a_cpu_has_a_bucket_of_its_own():
+    assert few_rows("cpu", jnp.float32) == (1,)
+    assert few_rows("cpu", jnp.bfloat16) == few_rows("gpu", jnp.float32) == ()
+    more, buckets = (make_buckets(64, 32, 2048, few=few) for few in ((1,), ()))
+    assert set(more) - set(buckets) == {(1, 1, 512), (1, 1, 2048)}
+    assert choose_bucket(more, 1, 1, 3) == (1, 1, 512)
+    assert choose_bucket(more, 2, 1, 3) == (8, 8, 512)
 
 
 def test_default_settings_need_few_buckets():
