@@ -103,7 +103,8 @@ class Engine:
         the model on this device.
         """
         model = checkpoint.config
-        dtype = jax.tree.leaves(checkpoint.params)[0].dtype
+        leaf = jax.tree.leaves(checkpoint.params)[0]
+        dtype, platform = leaf.dtype, next(iter(leaf.devices())).platform
         self.config = config
         self.tokenizer = checkpoint.tokenizer
         self.vocab_size = model.vocab_size
@@ -130,7 +131,7 @@ class Engine:
                 config.max_num_batched_tokens,
                 min(config.max_num_seqs, config.max_num_batched_tokens),
                 table_width(self.max_model_len, config.block_size),
-                few=() if row_tile else few_rows(jax.default_backend(), dtype),
+                few=() if row_tile else few_rows(platform, dtype),
                 row_tile=row_tile,
             ),
             row_tile=row_tile,

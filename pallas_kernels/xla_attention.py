@@ -27,8 +27,8 @@ from jax import lax
 
 from pallas_kernels.arguments import Attention
 
-# Sizes were measured on two CPU cores at H 9, K 3, D 64 in float32. A trip costs some 30
-# microseconds besides its work; 2048 keys and their values fit in the cache.
+# Sizes were measured on two CPU cores at H 9, K 3, D 64, on contexts of 20 to 200 tokens: longer
+# items or more of them a trip leave more of it empty there, and gain 5 to 12 % at 1,024.
 _ITEM = 32  # keys
 _ITEMS_A_TRIP = 32
 # Queries a tile and keys a chunk. Small tiles waste little on short queries and are as fast as

@@ -242,15 +242,15 @@ class Llama(nnx.Module):
 def separate_layers(params: nnx.State) -> nnx.State:
     """The parameters of a Llama with the layers' matrices as tuples of arrays, not as stacks.
 
-    For a CPU (see `LayerOf`), where each array is a view of the stack if it begins at a multiple of
-    64 bytes, and else a copy.
+    For a CPU (see `LayerOf`). Each array is a view of its stack, which lives on with it, if it
+    begins at a multiple of 64 bytes, and else a copy beside it.
     """
 
     def separate(path, leaf):
         keys = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
         if keys[0] != "layers" or keys[-1] != "kernel":
             return leaf
-        return tuple(jax.device_put(list(np.asarray(leaf)), may_alias=True))
+        return tuple(jax.device_put(list(np.asarray(leaf)), leaf.sharding))
 
     return jax.tree_util.tree_map_with_path(separate, params)
 

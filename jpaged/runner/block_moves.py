@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 import pallas_kernels
+from jpaged.runner.kv_pool import set_tokens
 
 # (KV pool [L, N, 2, K, B, D], token pool int32 [N, B]), as allocated by kv_pool.allocate_pool.
 Pools = tuple[Shaped[Array, "L N 2 K B D"], Int[Array, "N B"]]
@@ -51,7 +52,7 @@ def copy(
 ) -> Pools:
     """The pools after the copies; a destination of N is dropped."""
     kv_pool = pallas_kernels.copy_blocks(kv_pool, sources, destinations, backend=backend)
-    return kv_pool, token_pool.at[destinations].set(token_pool[sources], mode="drop")
+    return kv_pool, set_tokens(token_pool, (destinations,), token_pool[sources])
 
 
 def gather(
@@ -77,7 +78,7 @@ def scatter(
 ) -> Pools:
     """The pools with what `gather` returned written into blocks; a block of N is dropped."""
     kv_pool = pallas_kernels.scatter_blocks(kv_pool, blocks, kv.swapaxes(0, 1), backend=backend)
-    return kv_pool, token_pool.at[blocks].set(tokens, mode="drop")
+    return kv_pool, set_tokens(token_pool, (blocks,), tokens)
 
 
 _FUNCTIONS = {"copy": copy, "gather": gather, "scatter": scatter}

@@ -21,7 +21,7 @@ _OPTIONS = {"gpu": _GPU_OPTIONS, "cpu": _CPU_OPTIONS}
 
 
 def compiler_options(platform: str) -> dict[str, bool | int] | None:
-    """Options for `jax.stages.Lowered.compile` of a program with a loop over stacked layers."""
+    """Options for `jax.stages.Lowered.compile` of the programs that a step consists of."""
     return dict(_OPTIONS[platform]) if platform in _OPTIONS else None
 
 

@@ -101,6 +101,17 @@ def allocate_pool(
     return kv_pool, jnp.zeros((num_blocks, block_size), jnp.int32)
 
 
+def set_tokens(
+    token_pool: Int[Array, "N B"], index: tuple[Int[Array, " n"], ...], tokens: Int[Array, "n ..."]
+) -> Int[Array, "N B"]:
+    """token_pool.at[index].set(tokens), dropping what lies outside, and in place for n == 1 too:
+    XLA makes of a scatter with one index a select between two whole pools."""
+    if tokens.shape[0] == 1:
+        index = tuple(jnp.repeat(i, 2) for i in index)
+        tokens = jnp.repeat(tokens, 2, axis=0)
+    return token_pool.at[index].set(tokens, mode="drop")
+
+
 def log_pool(num_blocks: int, block_size: int, max_model_len: int, bytes_per_block: int) -> None:
     """State the pool's size in the terms that a user plans with."""
     tokens = num_blocks * block_size

@@ -27,6 +27,7 @@ from jpaged.runner.kv_pool import (
     available_pool_bytes,
     block_bytes,
     blocks_in,
+    set_tokens,
     storage_dtype,
 )
 from jpaged.runner.sampler import (
@@ -165,7 +166,7 @@ def forward(
     slot = jnp.where(live, slot, N * B)  # out of range: dropped by the writes
 
     token_ids = jnp.where(batch.token_ids < 0, last_tokens[batch.slots[row]], batch.token_ids)
-    token_pool = token_pool.at[slot // B, slot % B].set(token_ids, mode="drop")
+    token_pool = set_tokens(token_pool, (slot // B, slot % B), token_ids)
     hidden, kv_pool = model(
         token_ids,
         position,

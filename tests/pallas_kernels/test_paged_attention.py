@@ -35,6 +35,8 @@ BUCKETS = {
         "num_blocks": 6,
     },
 }
+# A decode step of one sequence.
+BUCKETS["alone"] = BUCKETS["gqa"] | {"num_tokens": 1, "num_sequences": 1}
 BUCKETS["gqa_bfloat16"] = BUCKETS["gqa"] | {"dtype": "bfloat16"}
 FEATURES = ("plain", "window", "everything")
 
