@@ -46,6 +46,9 @@ _CPU_TILE = 32
 # Rows computed at a time when results must not depend on the batch: what a decode step of many
 # sequences fills. XLA's CPU products round differently from 64 rows on.
 BATCH_INVARIANT_TILE = 32
+# Up to this many tokens a float32 step on a CPU takes the layers' weights one by one (LayerOf).
+# With more, its products take too long for the copy to matter, and it compiles faster without.
+_SEPARATE_TOKENS = 64
 # The sampling program is compiled for these numbers of rows too, beside the most. On a CPU that
 # spares steps of few sequences a head of 32 rows: at 8 it only reads the weights.
 _SAMPLING_ROWS = {"cpu": (8, 16), "gpu": (32, 128)}
@@ -234,6 +237,17 @@ def sample(
     return packed, last_tokens.at[slots].set(packed[:, 0], mode="drop")
 
 
+class _Weights(NamedTuple):
+    """A model's parameters as a program takes them: leaves and not a module, since walking a module
+    costs milliseconds a call."""
+
+    leaves: list[Array]
+    treedef: Any
+
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
+
+
 def _temporary_bytes(program: jax.stages.Compiled) -> int:
     analysis = program.memory_analysis()
     assert analysis is not None, "a GPU's compiler reports memory"
@@ -291,19 +305,19 @@ class ModelRunner:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._graphdef = graphdef
-        # Leaves and not a module: walking a module costs milliseconds a call.
         leaf = jax.tree.leaves(params)[0]
         self.device = next(iter(leaf.devices()))
+        self._stacked = _Weights(*jax.tree.flatten(params))
+        self._separate = self._stacked
         if self.device.platform == "cpu" and leaf.dtype == jnp.float32:
-            params = separate_layers(params)
-        self._leaves, self._treedef = jax.tree.flatten(params)
+            self._separate = _Weights(*jax.tree.flatten(separate_layers(params)))
         self._backend = backend
         self._hidden_size = hidden_size
         self._row_tile = row_tile
         self._tile = _CPU_TILE if self.device.platform == "cpu" else num_slots
         if row_tile is not None:
             self._tile = row_tile
-        self._pool_dtype = storage_dtype(self._leaves[0].dtype, self.device.platform)
+        self._pool_dtype = storage_dtype(leaf.dtype, self.device.platform)
         self._pool_shape = (num_layers, num_kv_heads, head_dim)
         self._num_slots = num_slots
         self.bytes_per_block = block_bytes(
@@ -413,26 +427,30 @@ class ModelRunner:
         fewer = () if self._row_tile else _SAMPLING_ROWS.get(self.device.platform, ())
         return min(rows for rows in (*fewer, most) if bucket.sequences <= rows)
 
-    def _merge(self, leaves: list) -> nnx.Module:
-        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
+    def _weights(self, bucket: Bucket) -> _Weights:
+        """The weights in the form that the bucket's forward program takes. Where results must not
+        depend on the batch there is one form for all."""
+        few = bucket.tokens <= _SEPARATE_TOKENS or self._row_tile is not None
+        return self._separate if few else self._stacked
 
-    def _leaf_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self._leaves]
+    def _merge(self, weights: _Weights, leaves: list) -> nnx.Module:
+        return nnx.merge(self._graphdef, jax.tree.unflatten(weights.treedef, leaves))
 
     def _compile_forward(self, bucket: Bucket, num_blocks: int) -> jax.stages.Compiled:
         L, K, D = self._pool_shape
         rows = self._sampling_rows(bucket)
+        weights = self._weights(bucket)
 
         def run(leaves, kv_pool, token_pool, last_tokens, buffer):
             return forward(
-                self._merge(leaves), kv_pool, token_pool, last_tokens, buffer,
+                self._merge(weights, leaves), kv_pool, token_pool, last_tokens, buffer,
                 bucket=bucket, sampling_rows=rows, backend=self._backend, tile=self._tile,
                 row_tile=self._row_tile,
             )  # fmt: skip
 
         run.__name__ = f"forward_{bucket.tokens}_{bucket.sequences}_{bucket.blocks}"
         shapes = (
-            self._leaf_shapes(),
+            weights.shapes(),
             jax.ShapeDtypeStruct((L, num_blocks, 2, K, self.block_size, D), self._pool_dtype),
             jax.ShapeDtypeStruct((num_blocks, self.block_size), jnp.int32),
             jax.ShapeDtypeStruct((self._num_slots,), jnp.int32),
@@ -442,16 +460,17 @@ class ModelRunner:
 
     def _compile_sample(self, rows: int, width: int, num_blocks: int) -> jax.stages.Compiled:
         def run(leaves, token_pool, bias_table, last_tokens, sampling):
-            model = self._merge(leaves)
+            model = self._merge(self._stacked, leaves)
             return sample(model, token_pool, bias_table, last_tokens, sampling, tile=self._tile)
 
         def ints(*shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
         run.__name__ = f"sample_{rows}_{width}"
-        hidden: Any = jax.ShapeDtypeStruct((rows, self._hidden_size), self._leaves[0].dtype)
+        dtype = self._stacked.leaves[0].dtype
+        hidden: Any = jax.ShapeDtypeStruct((rows, self._hidden_size), dtype)
         shapes = (
-            self._leaf_shapes(),
+            self._stacked.shapes(),
             ints(num_blocks, self.block_size),
             jax.ShapeDtypeStruct(self._bias_table.shape, jnp.float32),
             ints(self._num_slots),
@@ -519,11 +538,15 @@ class ModelRunner:
     def execute(self, bucket: Bucket, buffer: Int[np.ndarray, " words"]) -> StepResult:
         """Dispatch one step and return at once. `buffer` must not be written to afterwards."""
         self._kv_pool, self._token_pool, sampling, prompt_rows = self._forward[bucket](
-            self._leaves, self._kv_pool, self._token_pool, self._last_tokens, buffer
+            self._weights(bucket).leaves,
+            self._kv_pool,
+            self._token_pool,
+            self._last_tokens,
+            buffer,
         )
         program = self._sample[self._sampling_rows(bucket), bucket.blocks]
         rows, self._last_tokens = program(
-            self._leaves, self._token_pool, self._bias_table, self._last_tokens, sampling
+            self._stacked.leaves, self._token_pool, self._bias_table, self._last_tokens, sampling
         )
         rows.copy_to_host_async()
         return StepResult(rows, prompt_rows)
