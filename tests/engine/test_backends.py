@@ -185,3 +185,15 @@ def test_the_log_says_which_backend_attention_takes(checkpoint, caplog, backend,
 
 def test_auto_takes_xla_on_a_cpu():
     assert resolve_attention_backend("auto", CONFIG, jnp.float32, 16) == "xla"
+
+
+def test_steps_of_few_tokens_take_the_layers_weights_one_by_one(make_engine):
+    """Four matrices a layer of the two instead of four stacks: four arguments more."""
+    runner = make_engine(max_num_batched_tokens=96).runner
+    arguments = {
+        bucket.tokens: len(jax.tree.leaves(program.args_info))
+        for bucket, program in runner.programs().items()
+    }
+    assert {1, 8, 64, 96} <= arguments.keys()
+    for tokens, count in arguments.items():
+        assert count == arguments[96] + (4 if tokens <= 64 else 0), tokens
