@@ -41,6 +41,9 @@ class EngineConfig:
             for by name that they do not allow is refused when the engine is made.
         overlap: plan and dispatch a step while the one before it runs. Steps are cut differently
             then, which tokens do not depend on (but for ties, and in float32).
+        max_decode_steps: most decode steps in one call of the device (>= 1), while no request comes
+            or ends: the host's share of a step shrinks, and a request that comes meanwhile waits
+            for all of them. Has a program of its own for each bucket of decodes.
         batch_invariant: a request's log-probabilities are bitwise the same whatever else is in the
             batch, and however it was scheduled, preempted or cached. Slower.
         compilation_cache_dir: folder of JAX's persistent compilation cache, or None for none.
@@ -64,6 +67,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
     overlap: bool = True
+    max_decode_steps: int = 1
     batch_invariant: bool = False
     compilation_cache_dir: str | None = None
     seed: int = 0
@@ -78,6 +82,11 @@ class EngineConfig:
             )
         if self.preemption_mode == "swap" and not self.swap_space_gib:
             raise ValueError("preemption_mode='swap' needs swap_space_gib > 0, got 0")
+        if self.batch_invariant and self.max_decode_steps > 1:
+            raise ValueError(
+                "max_decode_steps must be 1 with batch_invariant=True (the program of several "
+                f"steps may round differently), got {self.max_decode_steps}"
+            )
         self._refuse_what_is_not_built()
 
     def _checked(self) -> dict[str, Any]:
@@ -87,7 +96,12 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 allowed = f"None or an int >= {low}"
                 checked[name] = as_int(name, getattr(self, name), allowed=allowed, low=low)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "tensor_parallel_size",
+            "max_decode_steps",
+        ):
             checked[name] = as_int(name, getattr(self, name), allowed="an int >= 1", low=1)
         for name in ("enable_prefix_caching", "overlap", "batch_invariant"):
             checked[name] = as_bool(name, getattr(self, name))

@@ -135,6 +135,7 @@ class Engine:
                 row_tile=row_tile,
             ),
             row_tile=row_tile,
+            max_decode_steps=config.max_decode_steps,
             block_size=config.block_size,
             num_blocks=config.num_blocks,
             num_slots=min(config.max_num_seqs, config.max_num_batched_tokens),
@@ -158,6 +159,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             policy=POLICIES[config.scheduling_policy](),
             prefers_swap=self._prefers_swap,
+            max_decode_steps=config.max_decode_steps,
         )
         self._loop = StepLoop(self.runner, self.scheduler, overlap=config.overlap)
         self._requests = RequestBuilder(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -10,7 +11,7 @@ from jaxtyping import Int
 
 from jpaged.memory import BlockManager
 from jpaged.request_state import RequestState
-from jpaged.runner.batch import PARAMETERS, build_batch, pack_parameters
+from jpaged.runner.batch import PARAMETERS, STOP_TOKENS, build_batch, pack_parameters
 from jpaged.runner.buckets import Bucket, choose_bucket
 from jpaged.runner.sampler import MASKED_LOGIT
 from jpaged.scheduling import Sequence, StepPlan
@@ -21,11 +22,13 @@ class StepResults(Protocol):
 
     def is_ready(self) -> bool: ...
 
-    def tokens(self, count: int, /) -> Int[np.ndarray, " count"]: ...
+    def num_steps(self) -> int: ...
+
+    def tokens(self, count: int, step: int = 0, /) -> Int[np.ndarray, " count"]: ...
 
     def wait_for_prompt_logprobs(self) -> None: ...
 
-    def logprobs(self, row: int, best: int, /) -> tuple[float, dict[int, float]]: ...
+    def logprobs(self, row: int, best: int, step: int = 0, /) -> tuple[float, dict[int, float]]: ...
 
     def candidates(self, row: int, /) -> tuple[np.ndarray, np.ndarray]: ...
 
@@ -46,6 +49,8 @@ class StepRunner(Protocol):
 
     def execute(self, bucket: Bucket, buffer: np.ndarray, /) -> StepResults: ...
 
+    def execute_decodes(self, bucket: Bucket, buffer: np.ndarray, /) -> StepResults: ...
+
     def restore_pools(self) -> None: ...
 
 
@@ -53,7 +58,8 @@ class StepExecutor:
     """Carries plans out on a runner.
 
     Attributes:
-        padded_tokens: token rows computed for nothing so far: bucket sizes less the plans' tokens.
+        padded_tokens: token rows computed for nothing so far: bucket sizes less the plans' tokens,
+            also in those of a plan's steps that an early end has spared.
     """
 
     def __init__(self, runner: StepRunner, manager: BlockManager) -> None:
@@ -81,9 +87,9 @@ class StepExecutor:
             self._runner.buckets,
             plan.num_tokens,
             len(plan.sequences),
-            int(self._manager.blocks_for(context_lens.max())),
+            int(self._manager.blocks_for(context_lens.max() + plan.num_steps - 1)),
         )
-        self.padded_tokens += bucket.tokens - plan.num_tokens
+        self.padded_tokens += (bucket.tokens - plan.num_tokens) * plan.num_steps
         buffer = build_batch(
             bucket,
             token_ids=_token_ids(plan),
@@ -93,8 +99,11 @@ class StepExecutor:
             num_sampled=plan.num_sampled,
             tables=self._manager.tables,
             parameters=self._parameters,
+            num_steps=plan.num_steps,
             logprob_targets=_logprob_targets(plan, tracked),
         )
+        if plan.num_steps > 1:
+            return self._runner.execute_decodes(bucket, buffer)
         return self._runner.execute(bucket, buffer)
 
     def _bind(self, tracked: RequestState, sequence: Sequence, num_output_tokens: int = -1) -> None:
@@ -115,6 +124,7 @@ class StepExecutor:
         else:
             self._masked.discard(sequence.slot)
         has_bias = bool(params.logit_bias) or masks_stop_tokens
+        stops = itertools.chain(tracked.request.stop_token_ids, itertools.repeat(-1))
         self._parameters[sequence.slot] = pack_parameters(
             {
                 "prompt_len": sequence.num_prompt_tokens,
@@ -132,6 +142,7 @@ class StepExecutor:
                 "has_bias": has_bias,
                 "wants_logprobs": tracked.needs_logprobs,
             }
+            | dict(zip(STOP_TOKENS, stops))
         )
         if has_bias:
             row = np.zeros(vocab_size, np.float32)

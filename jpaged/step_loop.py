@@ -7,6 +7,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+from jaxtyping import Int
+
 from jpaged.request_state import RequestState
 from jpaged.runner.preemption_costs import PreemptionCosts
 from jpaged.scheduling import Scheduler, Sequence, StepPlan
@@ -98,10 +101,12 @@ class StepLoop:
     def _take_in(
         self, done: _StepUnderWay, tracked: Mapping[str, RequestState], *, is_timed: bool
     ) -> None:
-        """Wait for a step's tokens and hand them to scheduler and requests."""
+        """Wait for a plan's tokens and hand them on, one step after another."""
         plan, result, dispatched = done
         with self._careful():
             tokens = result.tokens(plan.num_sampled)
+            if plan.num_steps > 1 and (ran := result.num_steps()) < plan.num_steps:
+                self._scheduler.end_early(plan, ran)
             if any(s.request.sampling_params.prompt_logprobs is not None for s in plan.sequences):
                 result.wait_for_prompt_logprobs()
         now = time.perf_counter()
@@ -110,8 +115,26 @@ class StepLoop:
         is_prefill = plan.num_tokens >= 2 * len(plan.sequences) and not plan.moves
         if self.costs is not None and is_prefill and is_timed:
             self.costs.observe_prefill(plan.num_tokens, now - began)
-        updated = self._scheduler.update(plan, tokens, result.candidates)
+        self._hand_on(plan, tokens, result, 0, tracked)
         collect_prompt_logprobs(plan, result, tracked)
+        for step in range(1, plan.num_steps):
+            self._hand_on(plan, result.tokens(plan.num_sampled, step), result, step, tracked)
+        if plan.needs_tokens:
+            for sequence in plan.sequences[: plan.num_sampled]:
+                beams = tracked.get(sequence.request.request_id)
+                if sequence.request.beams is not None and beams is not None:
+                    self._changed[sequence.request.request_id] = beams
+
+    def _hand_on(
+        self,
+        plan: StepPlan,
+        tokens: Int[np.ndarray, " num_sampled"],
+        result: StepResults,
+        step: int,
+        tracked: Mapping[str, RequestState],
+    ) -> None:
+        """Hand the tokens of one of a plan's steps to scheduler and requests."""
+        updated = self._scheduler.update(plan, tokens, result.candidates)
         # The rows that sample come first, and `updated` keeps their order.
         rows: Iterable[int] = range(plan.num_sampled)
         if len(updated) < plan.num_sampled:
@@ -121,21 +144,16 @@ class StepLoop:
             request_id = sequence.request.request_id
             state = self._changed[request_id] = tracked[request_id]
             if state.reads_tokens:
-                self._advance(state, sequence, result, row)
-        if plan.needs_tokens:
-            for sequence in plan.sequences[: plan.num_sampled]:
-                beams = tracked.get(sequence.request.request_id)
-                if sequence.request.beams is not None and beams is not None:
-                    self._changed[sequence.request.request_id] = beams
+                self._advance(state, sequence, result, row, step)
 
     def _advance(
-        self, state: RequestState, sequence: Sequence, result: StepResults, row: int
+        self, state: RequestState, sequence: Sequence, result: StepResults, row: int, step: int
     ) -> None:
         """Take in a sequence's new token: logprobs and stop strings."""
         params = state.request.sampling_params
         sample = state.samples[sequence.index]
         if state.needs_logprobs:
-            chosen, logprobs = result.logprobs(row, params.logprobs or 0)
+            chosen, logprobs = result.logprobs(row, params.logprobs or 0, step)
             sample.cumulative_logprob += chosen
             if params.logprobs is not None:
                 sample.logprobs.append(logprobs)

@@ -5,7 +5,8 @@ nothing.
 The first table is the host's time a step (schedule, build, update) while every sequence decodes,
 over the batch, the context and the pool. The second runs the loop against an imitation of a GPU,
 which returns at once and has its tokens ready after a set time without using the CPU: with overlap
-a step should take as long as the slower of the two, without it as long as both together.
+a step should take as long as the slower of the two, without it as long as both together, and with
+several decode steps in one call the host's part is shared by these.
 
     python scripts/benchmark_host.py --batch=256,1024 --device_ms=2,10,20 --json=host.json
 """
@@ -27,6 +28,7 @@ from absl import flags
 from jpaged import SamplingParams
 from jpaged.request_builder import RequestBuilder
 from jpaged.request_state import RequestState
+from jpaged.runner.batch import read_num_steps
 from jpaged.runner.buckets import make_buckets, round_up, table_width
 from jpaged.scheduling import Scheduler
 from jpaged.step_loop import StepLoop
@@ -36,10 +38,11 @@ BLOCK_SIZE = 16
 
 
 class ImitationResult:
-    """A step's tokens, which are there from a time on, or at once."""
+    """The tokens of one or several steps, which are there from a time on, or at once."""
 
-    def __init__(self, ready: float | None) -> None:
+    def __init__(self, ready: float | None, num_steps: int = 1) -> None:
         self.ready = ready
+        self._num_steps = num_steps
 
     def is_ready(self) -> bool:
         """Whether the time has come."""
@@ -49,13 +52,17 @@ class ImitationResult:
         """Nobody asks."""
         raise NotImplementedError
 
-    def tokens(self, count: int) -> np.ndarray:
+    def num_steps(self) -> int:
+        """All that were asked for."""
+        return self._num_steps
+
+    def tokens(self, count: int, step: int = 0) -> np.ndarray:
         """Any tokens; waits until they are there."""
         if self.ready is not None and (left := self.ready - time.perf_counter()) > 0:
             time.sleep(left)
         return np.full(count, 7, np.int32)
 
-    def logprobs(self, row: int, best: int = 0) -> Any:
+    def logprobs(self, row: int, best: int = 0, step: int = 0) -> Any:
         """Nobody asks."""
         raise NotImplementedError
 
@@ -84,12 +91,16 @@ class ImitationRunner:
     def restore_pools(self) -> None:
         """There are none."""
 
-    def execute(self, bucket: Any, buffer: np.ndarray) -> ImitationResult:
+    def execute(self, bucket: Any, buffer: np.ndarray, num_steps: int = 1) -> ImitationResult:
         """Begin a step when the one before it ends."""
         if not self.seconds:
-            return ImitationResult(None)
-        self._free = max(time.perf_counter(), self._free) + self.seconds
-        return ImitationResult(self._free)
+            return ImitationResult(None, num_steps)
+        self._free = max(time.perf_counter(), self._free) + self.seconds * num_steps
+        return ImitationResult(self._free, num_steps)
+
+    def execute_decodes(self, bucket: Any, buffer: np.ndarray) -> ImitationResult:
+        """The same for several."""
+        return self.execute(bucket, buffer, read_num_steps(buffer))
 
 
 class Decodes:
@@ -104,6 +115,7 @@ class Decodes:
         *,
         seconds: float = 0.0,
         overlap: bool = False,
+        max_decode_steps: int = 1,
     ) -> None:
         max_model_len = context + steps + 100
         self.scheduler = Scheduler(
@@ -113,6 +125,7 @@ class Decodes:
             max_num_batched_tokens=max(batch, 2048),
             max_model_len=max_model_len,
             enable_prefix_caching=True,
+            max_decode_steps=max_decode_steps,
         )
         self.runner = ImitationRunner(batch, max_model_len, 0.0)
         self.loop = StepLoop(self.runner, self.scheduler, overlap=overlap)
@@ -180,22 +193,36 @@ def measure_host(batch: int, context: int, num_blocks: int, steps: int) -> dict[
 
 
 def measure_overlap(
-    batch: int, context: int, num_blocks: int, steps: int, device_ms: float, host_ms: float
+    batch: int,
+    context: int,
+    num_blocks: int,
+    steps: int,
+    device_ms: float,
+    host_ms: float,
+    max_decode_steps: int,
 ) -> dict[str, Any]:
-    """Milliseconds a step against an imitated GPU, with and without overlap."""
-    means = {}
-    for overlap in (False, True):
+    """Milliseconds a step against an imitated GPU: the plain loop, overlap, several decode steps in
+    one call (the next of which is only planned when it is known where this one ends)."""
+
+    def mean(overlap: bool, steps_a_call: int) -> float:
         decodes = Decodes(
-            batch, context, num_blocks, steps, seconds=device_ms / 1e3, overlap=overlap
-        )
-        means[overlap] = float(decodes.run(steps)[3:].mean() * 1e3)
+            batch, context, num_blocks, steps, seconds=device_ms / 1e3, overlap=overlap,
+            max_decode_steps=steps_a_call,
+        )  # fmt: skip
+        before = decodes.scheduler.steps
+        began = time.perf_counter()
+        decodes.run(max(1, steps // steps_a_call))
+        return (time.perf_counter() - began) * 1e3 / (decodes.scheduler.steps - before)
+
+    plain, overlapped = mean(False, 1), mean(True, 1)
     return {
         "batch": batch,
         "device_ms": device_ms,
         "host_ms": host_ms,
-        "plain_ms": means[False],
-        "overlap_ms": means[True],
-        "over_slower": means[True] / max(host_ms, device_ms) - 1,
+        "plain_ms": plain,
+        "overlap_ms": overlapped,
+        "over_slower": overlapped / max(host_ms, device_ms) - 1,
+        "several_steps_ms": mean(True, max_decode_steps),
     }
 
 
@@ -210,8 +237,15 @@ def define_flags() -> flags.FlagValues:
         "num_blocks", ["100000", "1000000"], "Blocks in the pool.", flag_values=values
     )
     flags.DEFINE_list(
-        "device_ms", ["2", "5", "10", "20"], "Milliseconds of an imitated step.", flag_values=values
+        "device_ms",
+        ["1", "2", "5", "10", "20"],
+        "Milliseconds of an imitated step.",
+        flag_values=values,
     )
+    flags.DEFINE_integer(
+        "max_decode_steps", 8, "Most decode steps a call, in the last column.", lower_bound=2,
+        flag_values=values,
+    )  # fmt: skip
     flags.DEFINE_integer("steps", 300, "Steps to measure.", lower_bound=1, flag_values=values)
     define_output_flags(values)
     return values
@@ -241,16 +275,22 @@ def run(values: flags.FlagValues) -> int:
             flush=True,
         )
     overlap = []
-    print("\n| sequences | device ms | host ms | plain loop | overlap | over the slower |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "\n| sequences | device ms | host ms | plain loop | overlap | over the slower | "
+        f"{values.max_decode_steps} steps a call |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for batch in batches:
         host_ms = next(row["median_ms"] for row in host if row["batch"] == batch)
         for device_ms in device:
-            row = measure_overlap(batch, contexts[0], pools[0], steps, device_ms, host_ms)
+            row = measure_overlap(
+                batch, contexts[0], pools[0], steps, device_ms, host_ms, values.max_decode_steps
+            )
             overlap.append(row)
             print(
                 f"| {batch} | {device_ms} | {host_ms:.2f} | {row['plain_ms']:.2f} | "
-                f"{row['overlap_ms']:.2f} | {row['over_slower']:+.1%} |",
+                f"{row['overlap_ms']:.2f} | {row['over_slower']:+.1%} | "
+                f"{row['several_steps_ms']:.2f} |",
                 flush=True,
             )
     write_json(values.json, {"host": host, "overlap": overlap})

@@ -24,6 +24,7 @@ DEFAULTS = {
     "tensor_parallel_size": 1,
     "attention_backend": "auto",
     "overlap": True,
+    "max_decode_steps": 1,
     "batch_invariant": False,
     "compilation_cache_dir": None,
     "seed": 0,
@@ -47,6 +48,7 @@ ALLOWED = [
     ("attention_backend", "mosaic", "mosaic"),
     ("compilation_cache_dir", "folder", "folder"),
     ("compilation_cache_dir", Path("folder"), "folder"),
+    ("max_decode_steps", np.int32(8), 8),
     ("seed", 2**63 - 1, 2**63 - 1),
 ]
 
@@ -61,6 +63,7 @@ OUT_OF_RANGE = {
     "preemption_mode": ["", "drop"],
     "scheduling_policy": ["lifo"],
     "tensor_parallel_size": [0],
+    "max_decode_steps": [0, -1],
     "attention_backend": ["cuda"],
     "compilation_cache_dir": [""],
     "seed": [-1, 2**63],
@@ -80,6 +83,7 @@ WRONG_TYPE = {
     "tensor_parallel_size": [1.0, True],
     "attention_backend": [None],
     "overlap": [0],
+    "max_decode_steps": [None, 2.0, True],
     "batch_invariant": ["yes"],
     "compilation_cache_dir": [3, True],
     "seed": [None, 0.0, True],
@@ -130,6 +134,13 @@ def test_slots_must_fit_int32():
         ValueError, match=r"^num_blocks must be at most .*block_size=16.*got 134217728$"
     ):
         EngineConfig(num_blocks=2**27, block_size=16)
+
+
+def test_several_steps_a_call_are_not_batch_invariant():
+    with pytest.raises(
+        ValueError, match=r"^max_decode_steps must be 1 with batch_invariant.*got 2$"
+    ):
+        EngineConfig(batch_invariant=True, max_decode_steps=2)
 
 
 def test_immutable():

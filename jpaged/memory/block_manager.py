@@ -124,6 +124,13 @@ class BlockManager(BlockTables):
         super().free(slot)
         self._published[slot] = None
 
+    def trim(self, slot: int, n: int) -> None:
+        self._check_in_use(slot)
+        published = self.num_published(slot) * self.block_size
+        if n > self.num_tokens[slot] - published:
+            raise ValueError(f"n must leave the {published} tokens that are published, got {n}")
+        super().trim(slot, n)
+
     def take_copies(self) -> tuple[Int32[np.ndarray, " C"], Int32[np.ndarray, " C"]]:
         copies = super().take_copies()
         self._swap_space.end_step()

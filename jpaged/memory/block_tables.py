@@ -17,11 +17,12 @@ BlockIds = Sequence[int] | Int32[np.ndarray, " n"]
 
 class BlockTables:
     """The block tables of all sequences that hold memory, and the primitives that change them:
-    `allocate`, `append`, `fork` and `free` (Kwon et al., SOSP 2023, sections 4.3 and 4.4).
+    `allocate`, `append`, `trim`, `fork` and `free` (Kwon et al., SOSP 2023, sections 4.3 and 4.4).
 
     A sequence that holds memory has a slot: a row of `tables`, from `allocate` or `fork` until
     `free`. Its token i lies in block `tables[slot, i // block_size]` at offset `i % block_size`.
-    Blocks are taken on demand, so a sequence never has more than block_size - 1 empty token slots.
+    Blocks are taken on demand, so a sequence never has more than block_size - 1 empty token slots
+    (those that `append_ahead` takes count as filled until `trim` gives back what was not).
     Several sequences may share blocks that none of them writes. Every operation is all or nothing:
     when it raises, nothing has changed.
 
@@ -248,6 +249,53 @@ class BlockTables:
         if copies is not None:
             self._sharers.difference_update(slots.tolist())
         self.num_tokens[slots] = held + 1
+
+    def blocks_needed_ahead(self, slots: Int32[np.ndarray, " n"], n: int) -> int:
+        """Free blocks that `append_ahead(slots, n)` takes."""
+        held = self.num_tokens[slots]
+        return int((self.blocks_for(held + n) - self.blocks_for(held)).sum())
+
+    def append_ahead(self, slots: Int32[np.ndarray, " m"], n: int) -> None:
+        """Make room for n (>= 0) more tokens of each of these sequences (distinct slots, none of
+        which shares a last block with room: `append_one` has just been called for them). What turns
+        out not to be needed is to be given back by `trim`.
+
+        Raises:
+            ValueError: n is negative, a slot is unused or its row of the tables too short, or its
+                last block may be shared.
+            NoFreeBlocksError: the pool is too full for all of them.
+        """
+        held = self.num_tokens[slots]
+        if n < 0:
+            raise ValueError(f"n must be >= 0, got {n}")
+        if not held.all():
+            raise ValueError(f"slots must be rows that hold sequences, got {slots[held == 0]}")
+        if self._sharers and not self._sharers.isdisjoint(slots.tolist()):
+            raise ValueError(f"slots must not share their last blocks, got {slots}")
+        if not held.size:
+            return
+        self._check_length(int(held.max()) + n)
+        first = self.blocks_for(held)
+        counts = self.blocks_for(held + n) - first
+        blocks = self._take(int(counts.sum()))
+        columns = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        self.tables[np.repeat(slots, counts), columns] = blocks
+        self.num_tokens[slots] = held + n
+
+    def trim(self, slot: int, n: int) -> None:
+        """Give back the room for the last n (>= 0) tokens of a sequence, which have not been
+        written.
+
+        Raises:
+            ValueError: n is negative, the slot is unused or no token would be left.
+        """
+        self._check_in_use(slot)
+        held = int(self.num_tokens[slot])
+        if not 0 <= n < held:
+            raise ValueError(f"n must be in [0, {held - 1}], got {n}")
+        table = self.block_table(slot)
+        self.pool.free(table[self.blocks_for(held - n) :])
+        self.num_tokens[slot] = held - n
 
     def fork(self, slot: int, n: int = 1, num_tokens: int | None = None) -> list[int]:
         """n (>= 0) more slots with the tokens of a sequence, sharing its blocks.

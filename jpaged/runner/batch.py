@@ -31,8 +31,12 @@ PARAMETERS = {
     "has_bias": "i",  # 1 if the request's row of the bias table is to be added
     "wants_logprobs": "i",
 }
+# Several decode steps in one call stop after one of these (-1: none). What a request has beyond
+# them the host finds out afterwards.
+STOP_TOKENS = tuple(f"stop_token_{i}" for i in range(4))
+PARAMETERS |= dict.fromkeys(STOP_TOKENS, "i")
 _COLUMN = {name: column for column, name in enumerate(PARAMETERS)}
-_HEADER = 2  # num_sampled, wants_prompt_logprobs
+_HEADER = 3  # num_sampled, wants_prompt_logprobs, num_steps
 
 
 class Batch(NamedTuple):
@@ -43,6 +47,7 @@ class Batch(NamedTuple):
 
     num_sampled: Int[Array, ""]
     wants_prompt_logprobs: Int[Array, ""]
+    num_steps: Int[Array, ""]  # more than 1: decode steps of the same sequences, in one call
     token_ids: Int[Array, " T"]  # -1: the token that was sampled last in the row's slot
     logprob_targets: Int[Array, " T"]  # the next prompt token whose logprob is wanted, else -1
     query_starts: Int[Array, " S+1"]
@@ -92,7 +97,13 @@ def unpack(buffer: Int[Array, " words"], bucket: Bucket) -> Batch:
     """The fields of a packed buffer; called inside the jitted step."""
     parts = _split(buffer, bucket)
     header = parts.pop("header")
-    return Batch(num_sampled=header[0], wants_prompt_logprobs=header[1], **parts)
+    num_sampled, wants_prompt_logprobs, num_steps = header
+    return Batch(num_sampled, wants_prompt_logprobs, num_steps, **parts)
+
+
+def read_num_steps(buffer: Int[np.ndarray, " words"]) -> int:
+    """How many steps a packed buffer asks for; for stand-ins of the runner."""
+    return int(buffer[2])
 
 
 def pack_parameters(values: dict[str, int | float]) -> Int[np.ndarray, " P"]:
@@ -117,6 +128,7 @@ def build_batch(
     num_sampled: int,
     tables: Int[np.ndarray, "slots M_all"],
     parameters: Int[np.ndarray, "slots P"],
+    num_steps: int = 1,
     logprob_targets: list[tuple[int, Int[np.ndarray, " _"]]] = (),  # type: ignore[assignment]
 ) -> Int[np.ndarray, " words"]:
     """The packed buffer of a step: a fresh array, since the device may read it after we return.
@@ -124,9 +136,10 @@ def build_batch(
     token_ids        the tokens that this step computes, row after row; -1 for the token that was
                      sampled last in the row's slot
     lengths          tokens of each row
-    context_lens     tokens in each row's cache after this step
+    context_lens     tokens in each row's cache after this step (after the first of several)
     slots            each row's row in `tables` and `parameters`
     num_sampled      how many of the first rows sample a token
+    num_steps        decode steps in one call
     logprob_targets  (row, next prompt token of each of the row's query tokens or -1) of the rows
                      that want prompt logprobs
     """
@@ -134,6 +147,7 @@ def build_batch(
     parts = _split(buffer, bucket)
     n = len(lengths)
     parts["header"][0] = num_sampled
+    parts["header"][2] = num_steps
     parts["token_ids"][: len(token_ids)] = token_ids
     starts = parts["query_starts"]
     np.cumsum(lengths, out=starts[1 : n + 1])

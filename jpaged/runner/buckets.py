@@ -95,3 +95,17 @@ def choose_bucket(buckets: list[Bucket], tokens: int, sequences: int, blocks: in
         f"no bucket holds a step of {tokens} tokens, {sequences} sequences and {blocks} blocks "
         f"a sequence; the largest is {buckets[-1]}"
     )
+
+
+def decode_buckets(buckets: list[Bucket]) -> list[Bucket]:
+    """Of the buckets of `make_buckets` those that decodes alone need: of each width up to the first
+    that holds as many sequences as there may be."""
+    most = max(bucket.sequences for bucket in buckets)
+    full: set[int] = set()
+    found = []
+    for bucket in buckets:
+        if bucket.blocks not in full:
+            found.append(bucket)
+        if bucket.sequences == most:
+            full.add(bucket.blocks)
+    return found

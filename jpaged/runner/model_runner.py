@@ -20,22 +20,17 @@ from tqdm import tqdm
 from jpaged.models import separate_layers
 from jpaged.runner.batch import PARAMETERS, buffer_size, unpack
 from jpaged.runner.block_moves import BlockMoves
-from jpaged.runner.buckets import Bucket
+from jpaged.runner.buckets import Bucket, decode_buckets
 from jpaged.runner.compilations import compiler_options
 from jpaged.runner.kv_pool import (
     allocate_pool,
     available_pool_bytes,
     block_bytes,
     blocks_in,
-    set_tokens,
     storage_dtype,
 )
-from jpaged.runner.sampler import (
-    MAX_LOGPROBS,
-    SamplingRows,
-    log_probabilities,
-    sample_rows,
-)
+from jpaged.runner.step import Sampling, decode_steps, forward, sample
+from jpaged.runner.step_result import StepResult
 from jpaged.runner.swap_pool import SwapPool, measure_link, swap_blocks_in
 
 logger = logging.getLogger(__name__)
@@ -52,189 +47,6 @@ _SEPARATE_TOKENS = 64
 # The sampling program is compiled for these numbers of rows too, beside the most. On a CPU that
 # spares steps of few sequences a head of 32 rows: at 8 it only reads the weights.
 _SAMPLING_ROWS = {"cpu": (8, 16), "gpu": (32, 128)}
-# One row of the packed result: token, chosen logprob, ids and logprobs of the best.
-RESULT_WIDTH = 2 + 2 * MAX_LOGPROBS
-
-
-class StepResult:
-    """The result of one step, on its way from the device."""
-
-    def __init__(self, rows: Int[Array, "S W"], prompt_rows: Int[Array, "T W"]) -> None:
-        self._rows = rows
-        self._prompt_rows = prompt_rows
-
-    def is_ready(self) -> bool:
-        """Whether the step has run."""
-        return self._rows.is_ready()  # type: ignore[attr-defined]
-
-    def wait_for_prompt_logprobs(self) -> None:
-        """Wait until `prompt_logprobs` can be read."""
-        self._prompt_rows.block_until_ready()
-
-    def tokens(self, count: int) -> Int[np.ndarray, " count"]:
-        """The sampled tokens of the first `count` rows; waits for the step."""
-        return np.asarray(self._rows)[:count, 0]
-
-    def logprobs(self, row: int, best: int) -> tuple[float, dict[int, float]]:
-        """Of sampled row `row`: its token's logprob, and {token: logprob} of it and the best."""
-        return _read_logprobs(np.asarray(self._rows)[row], best)
-
-    def candidates(self, row: int) -> tuple[Int[np.ndarray, " best"], Float[np.ndarray, " best"]]:
-        """Of sampled row `row`: ids and logprobs of the best tokens, best first (asked for as
-        logprobs are)."""
-        values = np.asarray(self._rows)[row, 2:]
-        ids, logprobs = values[:MAX_LOGPROBS], values[MAX_LOGPROBS:].view(np.float32)
-        return ids[ids >= 0], logprobs[ids >= 0]
-
-    def prompt_logprobs(self, index: int, best: int) -> dict[int, float]:
-        """{token: logprob} for the target of query token `index` of the step, as `logprobs`."""
-        return _read_logprobs(np.asarray(self._prompt_rows)[index], best)[1]
-
-
-def _read_logprobs(row: Int[np.ndarray, " W"], best: int) -> tuple[float, dict[int, float]]:
-    values = row.view(np.float32)
-    ids = row[2 : 2 + best].tolist()
-    logprobs = values[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + best].tolist()
-    chosen = float(values[1])
-    found = {token: value for token, value in zip(ids, logprobs) if token >= 0}
-    return chosen, {int(row[0]): chosen} | found
-
-
-def _pack_rows(token, logprob, top_ids, top_logprobs) -> Int[Array, "R W"]:
-    def bits(x):
-        return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-
-    return jnp.concatenate(
-        [token[:, None], bits(logprob)[:, None], top_ids, bits(top_logprobs)], axis=1
-    )
-
-
-def _over_tiles(
-    tile: int, rows: int, live: Int[Array, ""], compute: Callable[[Int[Array, ""]], Array]
-) -> Int[Array, "rows W"]:
-    """`compute(start)` -> [tile, W] for the tiles that hold the first `live` rows, joined."""
-
-    def body(i, out):
-        start = jnp.minimum(i * tile, rows - tile)  # the last tile may overlap: same values again
-        return lax.dynamic_update_slice_in_dim(out, compute(start), start, axis=0)
-
-    out = jnp.zeros((rows, RESULT_WIDTH), jnp.int32)
-    return lax.fori_loop(0, -(-live // tile), body, out)
-
-
-class Sampling(NamedTuple):
-    """What the sampling program takes from the forward program: R rows, of which the first
-    `num_sampled` count."""
-
-    num_sampled: Int[Array, ""]
-    hidden: Float[Array, "R E"]
-    context_lens: Int[Array, " R"]
-    slots: Int[Array, " R"]
-    parameters: Int[Array, "R P"]
-    block_tables: Int[Array, "R M"]
-
-
-def forward(
-    model: nnx.Module,
-    kv_pool: Float[Array, "L N 2 K B D"],
-    token_pool: Int[Array, "N B"],
-    last_tokens: Int[Array, " slots"],
-    buffer: Int[Array, " words"],
-    *,
-    bucket: Bucket,
-    sampling_rows: int,
-    backend: str,
-    tile: int,
-    row_tile: int | None = None,
-) -> tuple[Array, Array, Sampling, Int[Array, "T W"]]:
-    """The first half of a step: KV writes, forward pass, logprobs of prompt tokens.
-
-    last_tokens  the token sampled last in each slot, for rows whose token the host did not know
-                 (UNKNOWN_TOKEN)
-
-    Returns the pools, what sampling needs (padded to `sampling_rows`), and the prompt tokens'
-    logprobs (rows of RESULT_WIDTH int32; zero where not asked for).
-    """
-    T, S, _ = bucket
-    N, B = token_pool.shape
-    batch = unpack(buffer, bucket)
-    starts = batch.query_starts
-
-    token = jnp.arange(T)
-    row = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, S - 1)
-    live = token < starts[-1]
-    position = batch.context_lens[row] - starts[row + 1] + token
-    position = jnp.where(live, position, 0)
-    slot = batch.block_tables[row, position // B] * B + position % B
-    slot = jnp.where(live, slot, N * B)  # out of range: dropped by the writes
-
-    token_ids = jnp.where(batch.token_ids < 0, last_tokens[batch.slots[row]], batch.token_ids)
-    token_pool = set_tokens(token_pool, (slot // B, slot % B), token_ids)
-    hidden, kv_pool = model(
-        token_ids,
-        position,
-        kv_pool,
-        slot,
-        batch.block_tables,
-        starts,
-        batch.context_lens,
-        backend=backend,
-        row_tile=row_tile,
-    )
-
-    def prompt_logprobs(start):
-        targets = lax.dynamic_slice_in_dim(batch.logprob_targets, start, min(tile, T), axis=0)
-
-        def compute():
-            rows = lax.dynamic_slice_in_dim(hidden, start, min(tile, T), axis=0)
-            wanted = jnp.maximum(targets, 0)
-            logits = model.logits(rows)  # type: ignore[attr-defined]
-            return _pack_rows(wanted, *log_probabilities(logits, wanted))
-
-        nothing = jnp.zeros((min(tile, T), RESULT_WIDTH), jnp.int32)
-        return lax.cond((targets >= 0).any(), compute, lambda: nothing)
-
-    wanted = jnp.where(batch.wants_prompt_logprobs > 0, starts[-1], 0)
-    prompt_rows = _over_tiles(min(tile, T), T, wanted, prompt_logprobs)
-
-    def padded(x):
-        return jnp.pad(x, [(0, sampling_rows - S)] + [(0, 0)] * (x.ndim - 1))
-
-    sampling = Sampling(
-        batch.num_sampled,
-        padded(hidden[jnp.maximum(starts[1:] - 1, 0)]),
-        padded(batch.context_lens),
-        padded(batch.slots),
-        padded(batch.parameters),
-        padded(batch.block_tables),
-    )
-    return kv_pool, token_pool, sampling, prompt_rows
-
-
-def sample(
-    model: nnx.Module,
-    token_pool: Int[Array, "N B"],
-    bias_table: Float[Array, "slots V"],
-    last_tokens: Int[Array, " slots"],
-    sampling: Sampling,
-    *,
-    tile: int,
-) -> tuple[Int[Array, "R W"], Int[Array, " slots"]]:
-    """The second half of a step: a token for each of the first num_sampled rows, packed with its
-    logprobs; and last_tokens with these tokens in their rows' slots."""
-    rows = sampling.hidden.shape[0]
-
-    def compute(start):
-        hidden, *fields = (
-            lax.dynamic_slice_in_dim(x, start, min(tile, rows), axis=0) for x in sampling[1:]
-        )
-        logits = model.logits(hidden)  # type: ignore[attr-defined]
-        return _pack_rows(*sample_rows(logits, SamplingRows(*fields), token_pool, bias_table))
-
-    packed = _over_tiles(min(tile, rows), rows, sampling.num_sampled, compute)
-    sampled = jnp.arange(rows) < sampling.num_sampled
-    slots = jnp.where(sampled, sampling.slots, len(last_tokens))
-    return packed, last_tokens.at[slots].set(packed[:, 0], mode="drop")
 
 
 class _Weights(NamedTuple):
@@ -265,7 +77,8 @@ def _is_usable(*arrays: Array) -> bool:
 class ModelRunner:
     """Weights, pools and compiled programs: for each bucket one for the forward pass, and one for
     sampling that the buckets share (it takes as long to compile as a forward pass, and does not
-    depend on the number of tokens).
+    depend on the number of tokens). If several decode steps may be asked for in one call, there is
+    one more for each bucket that decodes need, which does both in a loop.
 
     Not thread-safe. The pools are donated to each step and replaced by what it returns, so a step
     that is under way must be the only user of them.
@@ -289,6 +102,7 @@ class ModelRunner:
         swap_space_gib: float,
         backend: str,
         row_tile: int | None = None,
+        max_decode_steps: int = 1,
     ) -> None:
         """Allocates the pools; `compile` then makes the programs.
 
@@ -298,6 +112,7 @@ class ModelRunner:
         swap_space_gib    host memory for blocks of preempted requests; 0 for none
         row_tile          compute so many rows at a time, for batch invariance; T and S of the
                           buckets are multiples of it
+        max_decode_steps  most steps of a call of `execute_decodes`; 1 for no such calls
 
         Raises ValueError if memory leaves no room for a pool.
         """
@@ -314,6 +129,7 @@ class ModelRunner:
         self._backend = backend
         self._hidden_size = hidden_size
         self._row_tile = row_tile
+        self._max_decode_steps = max_decode_steps
         self._tile = _CPU_TILE if self.device.platform == "cpu" else num_slots
         if row_tile is not None:
             self._tile = row_tile
@@ -328,16 +144,21 @@ class ModelRunner:
         self._set_bias: Callable | None = None
         self._forward: dict[Bucket, jax.stages.Compiled] = {}
         self._sample: dict[tuple[int, int], jax.stages.Compiled] = {}  # by rows and table width
+        self._decode: dict[Bucket, jax.stages.Compiled] = {}
         if num_blocks is None:
             temporary = 0
             if self.device.platform != "cpu":
                 # Temporary memory does not depend on the pool's size: it is updated in place.
                 largest = buckets[-1]
                 rows = self._sampling_rows(largest)
-                temporary = max(
-                    _temporary_bytes(self._compile_forward(largest, num_blocks=2)),
-                    _temporary_bytes(self._compile_sample(rows, largest.blocks, num_blocks=2)),
-                )
+                programs = [
+                    self._compile_forward(largest, num_blocks=2),
+                    self._compile_sample(rows, largest.blocks, num_blocks=2),
+                ]
+                if max_decode_steps > 1:
+                    largest = decode_buckets(buckets)[-1]
+                    programs.append(self._compile_decode(largest, num_blocks=2))
+                temporary = max(_temporary_bytes(program) for program in programs)
             available = available_pool_bytes(self.device, temporary, gpu_memory_utilization)
             token_bytes = 4 * block_size  # of the token pool
             num_blocks = blocks_in(available, self.bytes_per_block + token_bytes, block_size)
@@ -420,6 +241,10 @@ class ModelRunner:
         """The compiled forward program of each bucket (for its memory analysis, say)."""
         return dict(self._forward)
 
+    def decode_programs(self) -> dict[Bucket, jax.stages.Compiled]:
+        """The compiled program of several decode steps of each bucket that has one."""
+        return dict(self._decode)
+
     def _sampling_rows(self, bucket: Bucket) -> int:
         """Rows of the sampling program that a bucket uses. Where results must not depend on the
         batch there is one program for all."""
@@ -437,26 +262,51 @@ class ModelRunner:
         return nnx.merge(self._graphdef, jax.tree.unflatten(weights.treedef, leaves))
 
     def _compile_forward(self, bucket: Bucket, num_blocks: int) -> jax.stages.Compiled:
-        L, K, D = self._pool_shape
         rows = self._sampling_rows(bucket)
         weights = self._weights(bucket)
 
         def run(leaves, kv_pool, token_pool, last_tokens, buffer):
             return forward(
-                self._merge(weights, leaves), kv_pool, token_pool, last_tokens, buffer,
-                bucket=bucket, sampling_rows=rows, backend=self._backend, tile=self._tile,
+                self._merge(weights, leaves), kv_pool, token_pool, last_tokens,
+                unpack(buffer, bucket), sampling_rows=rows, backend=self._backend, tile=self._tile,
                 row_tile=self._row_tile,
             )  # fmt: skip
 
         run.__name__ = f"forward_{bucket.tokens}_{bucket.sequences}_{bucket.blocks}"
         shapes = (
             weights.shapes(),
-            jax.ShapeDtypeStruct((L, num_blocks, 2, K, self.block_size, D), self._pool_dtype),
-            jax.ShapeDtypeStruct((num_blocks, self.block_size), jnp.int32),
+            *self._pool_shapes(num_blocks),
             jax.ShapeDtypeStruct((self._num_slots,), jnp.int32),
             jax.ShapeDtypeStruct((buffer_size(bucket),), jnp.int32),
         )
         return self._compiled(jax.jit(run, donate_argnums=(1, 2)), *shapes)
+
+    def _compile_decode(self, bucket: Bucket, num_blocks: int) -> jax.stages.Compiled:
+        weights = self._weights(bucket)
+
+        def run(leaves, kv_pool, token_pool, bias_table, last_tokens, buffer):
+            return decode_steps(
+                self._merge(weights, leaves), kv_pool, token_pool, bias_table, last_tokens,
+                unpack(buffer, bucket), most_steps=self._max_decode_steps,
+                sampling_rows=self._sampling_rows(bucket), backend=self._backend, tile=self._tile,
+            )  # fmt: skip
+
+        run.__name__ = f"decode_{bucket.tokens}_{bucket.sequences}_{bucket.blocks}"
+        shapes = (
+            weights.shapes(),
+            *self._pool_shapes(num_blocks),
+            jax.ShapeDtypeStruct(self._bias_table.shape, jnp.float32),
+            jax.ShapeDtypeStruct((self._num_slots,), jnp.int32),
+            jax.ShapeDtypeStruct((buffer_size(bucket),), jnp.int32),
+        )
+        return self._compiled(jax.jit(run, donate_argnums=(1, 2)), *shapes)
+
+    def _pool_shapes(self, num_blocks: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        L, K, D = self._pool_shape
+        return (
+            jax.ShapeDtypeStruct((L, num_blocks, 2, K, self.block_size, D), self._pool_dtype),
+            jax.ShapeDtypeStruct((num_blocks, self.block_size), jnp.int32),
+        )
 
     def _compile_sample(self, rows: int, width: int, num_blocks: int) -> jax.stages.Compiled:
         def run(leaves, token_pool, bias_table, last_tokens, sampling):
@@ -516,6 +366,10 @@ class ModelRunner:
                 jobs[job] = self._moves.programs, move
             for key in sorted({(self._sampling_rows(b), b.blocks) for b in self.buckets}):
                 jobs[pool.submit(self._compile_sample, *key, self.num_blocks)] = self._sample, key
+            if self._max_decode_steps > 1:
+                for bucket in reversed(decode_buckets(self.buckets)):
+                    job = pool.submit(self._compile_decode, bucket, self.num_blocks)
+                    jobs[job] = self._decode, bucket
             for bucket in reversed(self.buckets):
                 job = pool.submit(self._compile_forward, bucket, self.num_blocks)
                 jobs[job] = self._forward, bucket
@@ -550,3 +404,17 @@ class ModelRunner:
         )
         rows.copy_to_host_async()
         return StepResult(rows, prompt_rows)
+
+    def execute_decodes(self, bucket: Bucket, buffer: Int[np.ndarray, " words"]) -> StepResult:
+        """Dispatch several decode steps of the same sequences (`step.decode_steps`), as `execute`
+        does one step. The bucket is one of `decode_buckets`."""
+        self._kv_pool, self._token_pool, rows, self._last_tokens = self._decode[bucket](
+            self._weights(bucket).leaves,
+            self._kv_pool,
+            self._token_pool,
+            self._bias_table,
+            self._last_tokens,
+            buffer,
+        )
+        rows.copy_to_host_async()
+        return StepResult(rows)

@@ -60,6 +60,10 @@ class Scheduler:
     the surplus row passed over; ends by length are foreseen. Beams cannot be planned ahead
     (`StepPlan.needs_tokens`). A preempted request comes back once its tokens are known.
 
+    When nobody comes or goes a plan may be of several decode steps, up to max_decode_steps and up
+    to the first end that is foreseen: blocks are then taken for the tokens of all of them, and what
+    a stop token leaves over is given back by `end_early`.
+
     Not thread-safe. Plans go to `update` in order, each before the next but one is made, or all to
     `abandon`; requests may be added, forked, aborted and finished in between.
 
@@ -67,10 +71,10 @@ class Scheduler:
         memory: what the requests hold, with counters of preemptions and cache hits.
         block_manager: its blocks.
         policy: the order of the requests.
-        max_num_batched_tokens, max_model_len: as given.
+        max_num_batched_tokens, max_model_len, max_decode_steps: as given.
         waiting, running: requests in order. Read only for others.
         kept: finished requests that hold their blocks for forks. Read only for others.
-        steps: plans made that compute something.
+        steps: steps planned that compute something.
         prompt_tokens: tokens of the prompts admitted so far, each counted once.
         generated_tokens: tokens appended so far; of a beam search, one a beam and step.
         scheduled_tokens: tokens of all plans, repeated ones included.
@@ -89,18 +93,21 @@ class Scheduler:
         enable_prefix_caching: bool = False,
         policy: Policy | None = None,
         prefers_swap: Callable[[int, int], bool] = lambda num_blocks, num_tokens: False,
+        max_decode_steps: int = 1,
     ) -> None:
         """
         watermark     the share of num_blocks that an admission leaves free, in [0, 1)
         prefers_swap  whether to save a request's num_blocks blocks rather than compute its
                       num_tokens tokens again, asked when it is preempted and the swap space has
                       room
+        max_decode_steps  most steps of a plan (>= 1)
         """
         for name, value in (
             ("block_size", block_size),
             ("max_num_seqs", max_num_seqs),
             ("max_num_batched_tokens", max_num_batched_tokens),
             ("max_model_len", max_model_len),
+            ("max_decode_steps", max_decode_steps),
         ):
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
@@ -123,6 +130,7 @@ class Scheduler:
         self.policy = FirstComeFirstServed() if policy is None else policy
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.max_decode_steps = max_decode_steps
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.kept: list[Request] = []
@@ -132,6 +140,7 @@ class Scheduler:
         self.scheduled_tokens = 0
         self._watermark_blocks = int(watermark * num_blocks)
         self._requests: dict[str, Request] = {}  # the unfinished and the kept ones
+        self._slots_used_share = 1.0  # of the last plan
         self._slots_used_share_sum = 0.0
         self._saved: list[Request] = []  # those that the last plan swaps out
 
@@ -298,19 +307,46 @@ class Scheduler:
             manager.append(sequence.slot, length)
         if not preempted:
             self._admit(decodes, chunks)
+        slots_used_share = manager.slots_used_share  # without what is taken for later steps
+        num_steps = 1
+        if self.max_decode_steps > 1 and not (chunks or preempted or pushed_out):
+            num_steps = self._steps_ahead(decodes, decode_slots)
+            manager.append_ahead(decode_slots, num_steps - 1)
         plan = make_plan(
             decodes,
             chunks,
             admitted=self.memory.take_placed(),
             preempted=pushed_out + preempted,
             moves=self.memory.take_moves(),
+            num_steps=num_steps,
         )
         self._count_as_computed(plan)
         if plan.sequences:
-            self.steps += 1
-            self.scheduled_tokens += plan.num_tokens
-            self._slots_used_share_sum += self.block_manager.slots_used_share
+            self.steps += num_steps
+            self.scheduled_tokens += plan.num_tokens * num_steps
+            self._slots_used_share = slots_used_share
+            self._slots_used_share_sum += slots_used_share * num_steps
         return plan
+
+    def _steps_ahead(self, decodes: list[Sequence], slots: Int[np.ndarray, " n"]) -> int:
+        """How many steps these decodes can run before something changes that is foreseen, or the
+        free blocks run out."""
+        if not decodes or any(s.num_pending for r in self.waiting[:1] for s in r.sequences):
+            return 1  # who waits is only waiting for a token that is on its way
+        steps = self.max_decode_steps
+        for sequence in decodes:
+            request = sequence.request
+            if request.beams is not None:
+                return 1
+            known = sequence.num_tokens + sequence.num_pending
+            steps = min(steps, request.max_total_tokens - known)
+            least = sequence.num_prompt_tokens + request.sampling_params.min_tokens
+            if request.stop_token_ids and known < least:  # banned until then
+                steps = min(steps, least - known)
+        manager = self.block_manager
+        while manager.blocks_needed_ahead(slots, steps - 1) > manager.num_free_blocks:
+            steps -= 1
+        return steps
 
     def _plan_running(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
         """What the running sequences would like to compute: decodes, and (sequence, tokens)."""
@@ -346,11 +382,13 @@ class Scheduler:
         return decodes, chunks
 
     def _count_as_computed(self, plan: StepPlan) -> None:
+        steps = plan.num_steps
         for row, (sequence, length) in enumerate(zip(plan.sequences, plan.lengths.tolist())):
-            self.memory.computed(sequence, sequence.num_computed_tokens + length)
+            self.memory.computed(sequence, sequence.num_computed_tokens + length * steps)
             if row < plan.num_sampled and sequence.request.beams is None:
-                sequence.token_ids[sequence.num_tokens + sequence.num_pending] = UNKNOWN_TOKEN
-                sequence.num_pending += 1
+                known = sequence.num_tokens + sequence.num_pending
+                sequence.token_ids[known : known + steps] = UNKNOWN_TOKEN
+                sequence.num_pending += steps
 
     def _push_out(self) -> list[Sequence]:
         """Preempt what the policy lets the first waiting request push out, until it fits."""
@@ -423,6 +461,22 @@ class Scheduler:
 
     # --- Taking in its result
 
+    def end_early(self, plan: StepPlan, num_steps: int) -> None:
+        """Take back what a plan's steps after the first num_steps (>= 1) would have computed: a
+        stop token has ended it. To be called before `update`, and before another plan is made."""
+        if not 1 <= num_steps <= plan.num_steps:
+            raise ValueError(f"num_steps must be in [1, {plan.num_steps}], got {num_steps}")
+        surplus = plan.num_steps - num_steps
+        for sequence in plan.sequences:
+            if sequence.finish_reason is None:
+                self.block_manager.trim(sequence.slot, surplus)
+                sequence.num_computed_tokens -= surplus
+                sequence.num_pending -= surplus
+        self._slots_used_share_sum -= self._slots_used_share * surplus
+        self.steps -= surplus
+        self.scheduled_tokens -= plan.num_tokens * surplus
+        plan.num_steps = num_steps
+
     def update(
         self,
         plan: StepPlan,
@@ -430,6 +484,7 @@ class Scheduler:
         candidates: Candidates | None = None,
     ) -> list[Sequence]:
         """Take in a step's result: the token sampled by each of the plan's first num_sampled rows.
+        Of a plan of several steps to be called once for each, in order.
 
         A sequence ends with "stop" at one of its request's stop_token_ids once it has at least
         min_tokens generated tokens, that one included, else with "length" at max_total_tokens; its

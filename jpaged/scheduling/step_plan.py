@@ -46,6 +46,8 @@ class StepPlan:
         num_decodes: how many of the first rows are decodes: one token, the last one.
         num_sampled: how many of the first rows sample a token.
         num_tokens: the sum of `lengths`.
+        num_steps: how often the rows are computed, each time with the token sampled the time
+            before: more than 1 only of decodes alone. It may be fewer (`may_end_early`).
         admitted: sequences that were given a slot since the last plan.
         preempted: sequences that lost slot and blocks to make room for this step.
         moves: blocks to move first.
@@ -64,10 +66,18 @@ class StepPlan:
     admitted: list[Sequence]
     preempted: list[Sequence]
     moves: Moves
+    num_steps: int = 1
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether a stop token may end it after fewer than num_steps steps."""
+        return self.num_steps > 1 and any(s.request.stop_token_ids for s in self.sequences)
 
     @property
     def needs_tokens(self) -> bool:
         """Whether the next step cannot be planned before the tokens of this one are known."""
+        if self.num_steps > 1:
+            return self.may_end_early
         return any(s.request.beams is not None for s in self.sequences[: self.num_sampled])
 
 
@@ -78,8 +88,10 @@ def make_plan(
     admitted: list[Sequence],
     preempted: list[Sequence],
     moves: Moves,
+    num_steps: int = 1,
 ) -> StepPlan:
-    """The plan that computes one token of each of `decodes`, and (sequence, tokens) of `chunks`."""
+    """The plan that computes one token of each of `decodes`, num_steps times, and (sequence,
+    tokens) of `chunks`."""
     sequences = list(decodes)
     lengths = [1] * len(decodes)
     unfinished = []  # chunks that end before the last token
@@ -104,4 +116,5 @@ def make_plan(
         admitted=admitted,
         preempted=preempted,
         moves=moves,
+        num_steps=num_steps,
     )

@@ -22,7 +22,8 @@ def pool_bytes(engine: Engine) -> int:
 
 
 def check_memory(engine: Engine) -> None:
-    for bucket, program in engine.runner.programs().items():
+    programs = [*engine.runner.programs().items(), *engine.runner.decode_programs().items()]
+    for bucket, program in programs:
         memory = program.memory_analysis()
         assert memory.alias_size_in_bytes >= pool_bytes(engine), bucket
         assert memory.temp_size_in_bytes < pool_bytes(engine) / 4, bucket
@@ -60,16 +61,27 @@ def best_step_seconds(engine: Engine) -> dict[str, float]:
     return {kind: float(np.min(values)) for kind, values in seconds.items()}
 
 
-def test_neither_memory_nor_time_of_a_step_follow_the_pool(make_engine, checkpoint):
+@pytest.mark.parametrize("steps", [1, 4])
+def test_neither_memory_nor_time_of_a_step_follow_the_pool(make_engine, checkpoint, steps):
     small, large = (
         # Without overlap a call of `step` takes as long as its own step.
-        make_engine(checkpoint, num_blocks=count, max_num_batched_tokens=32, overlap=False)
+        make_engine(
+            checkpoint,
+            num_blocks=count,
+            max_num_batched_tokens=32,
+            overlap=False,
+            max_decode_steps=steps,
+        )
         for count in (4 * 1024, 64 * 1024)
     )
     assert pool_bytes(large) == 16 * pool_bytes(small) >= 2**28
     check_memory(large)
     temporaries = [
-        [p.memory_analysis().temp_size_in_bytes for p in engine.runner.programs().values()]
+        [
+            program.memory_analysis().temp_size_in_bytes
+            for programs in (engine.runner.programs(), engine.runner.decode_programs())
+            for program in programs.values()
+        ]
         for engine in (small, large)
     ]
     assert sorted(temporaries[0]) == sorted(temporaries[1])

@@ -118,6 +118,7 @@ def test_no_bucket_copies_the_pool(small_pool):
         {"block_size": 32, "num_blocks": 50},
         {"block_size": 64, "num_blocks": 25},
         {"num_blocks": 99, "max_num_batched_tokens": 64},
+        {"num_blocks": 99, "max_decode_steps": 8},
     ],
     ids=str,
 )

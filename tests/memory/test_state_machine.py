@@ -276,6 +276,38 @@ class ManagerAgainstCopies(RuleBasedStateMachine):
                 self.extend(self.sequences[slot], [bits >> i & 1])
 
     @precondition(lambda self: self.sequences)
+    @rule(mask=st.integers(1, 2**ROWS - 1), n=st.integers(0, 5), fewer=picks, bits=bits)
+    def append_ahead_and_trim(self, mask, n, fewer, bits):
+        """Room for several decode steps, of which fewer run: those that ran are written, then the
+        rest is given back."""
+        slots = [slot for slot in sorted(self.sequences) if mask >> slot & 1]
+        self.append_one_each(slots, bits)
+        array = np.array(slots, np.int32)
+        if not set(slots).isdisjoint(self.manager._sharers):  # the append was refused
+            self.refused(ValueError, self.manager.append_ahead, array, 1)
+            return
+        needed = self.needed(slots, n)
+        assert self.manager.blocks_needed_ahead(array, n) == needed
+        most = max((len(self.sequences[s].tokens) for s in slots), default=0)
+        if slots and most + n > COLUMNS * BLOCK_SIZE:
+            self.refused(ValueError, self.manager.append_ahead, array, n)
+        elif needed > self.num_free():
+            self.refused(NoFreeBlocksError, self.manager.append_ahead, array, n)
+        else:
+            free = self.manager.num_free_blocks
+            self.manager.append_ahead(array, n)
+            assert self.manager.num_free_blocks == free - needed
+            surplus = fewer % (n + 1)
+            tables = [self.table(slot) for slot in slots]
+            for i, slot in enumerate(slots):
+                self.extend(self.sequences[slot], [(bits >> i + j) & 1 for j in range(n - surplus)])
+                self.manager.trim(slot, surplus)
+            kept = [table[: len(self.table(s))] for table, s in zip(tables, slots)]
+            assert kept == [self.table(slot) for slot in slots]
+            self.events["trimmed blocks"] += self.manager.num_free_blocks - (free - needed)
+        self.end_step()
+
+    @precondition(lambda self: self.sequences)
     @rule(pick=picks, n=st.integers(0, 3), end=ends_step)
     def fork(self, pick, n, end):
         slot = self.slot(pick)
@@ -484,6 +516,8 @@ KINDS = [
     "refused: allocate",
     "refused: append",
     "refused: append_one",
+    "refused: append_ahead",
+    "trimmed blocks",
     "refused: fork",
     "refused: swap_out",
     "refused: swap_in",

@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 
 from jpaged.models import Llama, LlamaConfig
-from jpaged.runner.batch import buffer_size
+from jpaged.runner.batch import buffer_size, unpack
 from jpaged.runner.buckets import Bucket
 from jpaged.runner.compilations import compiler_options
-from jpaged.runner.model_runner import forward
+from jpaged.runner.step import decode_steps, forward
 from pallas_kernels import aot
 
 pytest.importorskip(
@@ -74,18 +74,25 @@ def gpu_options(monkeypatch):
 
 
 def compile_step(
-    config: LlamaConfig, bucket: Bucket, num_blocks: int, backend: str
+    config: LlamaConfig, bucket: Bucket, num_blocks: int, backend: str, *, num_steps: int = 1
 ) -> aot.Compiled:
-    """The forward program of a bucket, made as ModelRunner makes it, for an H200 in bfloat16."""
+    """The forward program of a bucket, made as ModelRunner makes it, for an H200 in bfloat16; or
+    the program of num_steps decode steps."""
     model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model, nnx.Param)
     leaves, treedef = jax.tree.flatten(params)
 
-    def step(leaves, kv_pool, token_pool, last_tokens, buffer):
+    def step(leaves, kv_pool, token_pool, bias_table, last_tokens, buffer):
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        batch, rows = unpack(buffer, bucket), bucket.sequences
+        if num_steps > 1:
+            return decode_steps(
+                model, kv_pool, token_pool, bias_table, last_tokens, batch,
+                most_steps=num_steps, sampling_rows=rows, backend=backend, tile=rows,
+            )  # fmt: skip
         return forward(
-            model, kv_pool, token_pool, last_tokens, buffer,
-            bucket=bucket, sampling_rows=bucket.sequences, backend=backend, tile=bucket.sequences,
+            model, kv_pool, token_pool, last_tokens, batch,
+            sampling_rows=rows, backend=backend, tile=rows,
         )  # fmt: skip
 
     return aot.compile_for(
@@ -93,6 +100,7 @@ def compile_step(
         leaves,
         jax.ShapeDtypeStruct(pool_shape(config, num_blocks), jnp.bfloat16),
         jax.ShapeDtypeStruct((num_blocks, BLOCK_SIZE), jnp.int32),
+        jax.ShapeDtypeStruct((bucket.sequences, config.vocab_size), jnp.float32),
         jax.ShapeDtypeStruct((bucket.sequences,), jnp.int32),
         jax.ShapeDtypeStruct((buffer_size(bucket),), jnp.int32),
         gpu="H200",
@@ -189,6 +197,23 @@ def test_a_step_on_an_h200(model, bucket, backend):
         kernels = {name: kernel for name, kernel in compiled.kernels.items() if kernel.pallas}
         assert {"write_kv", "paged_attention_decode", "paged_attention_ragged"} <= kernels.keys()
         assert not any(kernel.spill_bytes for kernel in kernels.values())
+
+
+@pytest.mark.usefixtures("gpu_options")
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+def test_several_decode_steps_on_an_h200(backend):
+    num_blocks = POOL_BYTES // (2 * math.prod(pool_shape(LLAMA_3_8B, 1)))
+    pool, bucket = pool_shape(LLAMA_3_8B, num_blocks), BUCKETS["decodes"]
+    compiled = compile_step(LLAMA_3_8B, bucket, num_blocks, backend, num_steps=8)
+    # The sampler works on the logits of all rows, in float32 and several copies.
+    sampler = 8 * 4 * bucket.sequences * LLAMA_3_8B.vocab_size
+    assert compiled.temp_bytes < temporary_bytes(LLAMA_3_8B, bucket) + sampler
+    assert compiled.alias_bytes >= 2 * math.prod(pool)
+    assert not copies_of_pool(pool, compiled.hlo)
+    if jax.__version_info__ >= (0, 11):
+        assert not any(written(shape, compiled.hlo) for shape in layer_weights(LLAMA_3_8B))
+    for name in ("write_kv", "paged_attention_decode"):
+        assert name in compiled.ptx
 
 
 def test_a_copy_of_the_weights_would_show():

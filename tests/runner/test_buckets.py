@@ -4,6 +4,7 @@ import pytest
 from jpaged.runner.buckets import (
     TABLE_GROUP,
     choose_bucket,
+    decode_buckets,
     few_rows,
     make_buckets,
     table_width,
@@ -44,6 +45,20 @@ def test_one_row_of_float32_on_a_cpu_has_a_bucket_of_its_own():
     assert set(more) - set(buckets) == {(1, 1, 512), (1, 1, 2048)}
     assert choose_bucket(more, 1, 1, 3) == (1, 1, 512)
     assert choose_bucket(more, 2, 1, 3) == (8, 8, 512)
+
+
+@pytest.mark.parametrize("sequences", [1, 7, 100, 256])
+@pytest.mark.parametrize("blocks", [16, 8192])
+def test_decodes_find_their_bucket_among_the_decode_buckets(sequences, blocks):
+    buckets = make_buckets(2048, sequences, blocks, few=(1,))
+    chosen = {
+        choose_bucket(buckets, count, count, width)
+        for count in range(1, sequences + 1)
+        for width in (1, blocks)
+    }
+    assert chosen <= set(decode_buckets(buckets))
+    most = max(bucket.sequences for bucket in buckets)
+    assert all(b.tokens <= max(8, 1.5 * most) for b in decode_buckets(buckets))
 
 
 def test_default_settings_need_few_buckets():

@@ -73,16 +73,26 @@ class ServingLoop:
         self.plans.append(plan)
         self._check_choice(plan, ran_before)
         self._check_rows(plan)
-        self._write_and_read(plan)
-        between(plan)
         sampled = plan.sequences[: plan.num_sampled]
-        tokens = np.array([_token(s.request.number, s.num_tokens) for s in sampled], np.int64)
-        alive = [s for s in sampled if s.finish_reason is None]
-        assert self.scheduler.update(plan, tokens) == alive
+        results: list[np.ndarray] = []
+        while len(results) < plan.num_steps:
+            step = len(results)
+            self._write_and_read(plan, step)
+            numbers = [(s.request.number, s.num_tokens + step) for s in sampled]
+            results.append(np.array([_token(*number) for number in numbers], np.int64))
+            stops = [s.request.stop_token_ids for s in sampled]
+            if any(token in stop for token, stop in zip(results[-1].tolist(), stops)):
+                break
+        between(plan)
+        if len(results) < plan.num_steps:
+            self.scheduler.end_early(plan, len(results))
+        for tokens in results:
+            alive = [s for s in sampled if s.finish_reason is None]
+            assert self.scheduler.update(plan, tokens) == alive
         for sequence, length in zip(plan.sequences, plan.lengths.tolist(), strict=True):
-            self.computed[sequence] += length
+            self.computed[sequence] += length * plan.num_steps
         for sequence in sampled:
-            self.sampled_since_admission[sequence] += 1
+            self.sampled_since_admission[sequence] += plan.num_steps
         self.scheduler.check_integrity()
         return plan
 
@@ -126,6 +136,9 @@ class ServingLoop:
             assert array.shape == (len(plan.sequences),)
         assert plan.num_tokens == plan.lengths.sum() <= self.budget
         assert plan.lengths.min() >= 1
+        later = plan.num_steps - 1
+        assert 0 <= later < self.scheduler.max_decode_steps
+        assert not later or plan.num_decodes == len(plan.sequences)
         for row, sequence in enumerate(plan.sequences):
             end = plan.starts[row] + plan.lengths[row]
             # Every token is computed once, in order, since the sequence was admitted.
@@ -133,9 +146,15 @@ class ServingLoop:
             assert end <= sequence.num_tokens
             assert (row < plan.num_sampled) == (end == sequence.num_tokens)
             assert plan.slots[row] == sequence.slot
-            # Blocks for the tokens of this step, and for no later one.
-            assert self.manager.num_tokens[sequence.slot] == end
-            assert len(self.manager.block_table(sequence.slot)) == -(-end // self.block_size)
+            # Blocks for the tokens of the plan's steps, and for no later one.
+            assert self.manager.num_tokens[sequence.slot] == end + later
+            blocks = -(-(end + later) // self.block_size)
+            assert len(self.manager.block_table(sequence.slot)) == blocks
+            # Nobody samples more than it may, nor a stop token before its time.
+            assert end + later < sequence.request.max_total_tokens or end + later == end
+            least = sequence.request.sampling_params.min_tokens
+            if later and sequence.num_output_tokens < least:
+                assert sequence.num_output_tokens + later < least
         # Nobody whom only one token is missing waits for it, nor does the earliest.
         planned = set(plan.sequences)
         running = [s for request in self.scheduler.running for s in request.sequences]
@@ -147,15 +166,18 @@ class ServingLoop:
         empty = held * self.block_size - self.manager.num_used_token_slots
         assert 0 <= empty <= len(running) * (self.block_size - 1)
 
-    def _write_and_read(self, plan: StepPlan) -> None:
+    def _write_and_read(self, plan: StepPlan, step: int) -> None:
         slot_mappings = []
         for row, sequence in enumerate(plan.sequences):
-            start, end = plan.starts[row], plan.starts[row] + plan.lengths[row]
+            start = plan.starts[row] + step
+            end = start + plan.lengths[row]
             positions = np.arange(end)
             table = self.manager.tables[plan.slots[row]]
             mapping = table[positions // self.block_size] * self.block_size
             mapping += positions % self.block_size
-            self.kv_pool[mapping[start:]] = sequence.token_ids[start:end]
+            number = sequence.request.number
+            known = sequence.token_ids[start:end] if not step else [_token(number, start)]
+            self.kv_pool[mapping[start:]] = known
             slot_mappings.append(mapping)
         for sequence, mapping in zip(plan.sequences, slot_mappings, strict=True):
             expected = [_token(sequence.request.number, p) for p in range(len(mapping))]

@@ -410,6 +410,75 @@ def test_a_waiting_request_is_not_looked_up_in_the_cache_again_and_again(make_re
     assert plan.starts.tolist() == [20]
 
 
+def several_steps(serving_loop, **config):
+    sizes = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    return serving_loop(**sizes | {"max_decode_steps": 8} | config)
+
+
+def test_decode_steps_go_up_to_the_first_end_that_is_foreseen(serving_loop, make_request):
+    loop = several_steps(serving_loop)
+    loop.add(make_request(0, 4, 21), make_request(1, 5, 12))
+    # The prompts; 8 steps; 3 until request 1 ends; 8 for request 0, and the last one.
+    assert [loop.step().num_steps for _ in range(5)] == [1, 8, 3, 8, 1]
+    assert not loop.scheduler.has_unfinished and loop.scheduler.steps == 21
+
+
+def test_decode_steps_end_where_stop_tokens_are_allowed_again(serving_loop, make_request):
+    loop = several_steps(serving_loop)
+    loop.add(make_request(0, 4, 30, min_tokens=6, stop_token_ids=(20,)))
+    # Of 6 tokens that must not be stop tokens the prompt's step samples one; the 17th is one.
+    steps = [loop.step().num_steps for _ in range(4)]
+    assert steps == [1, 5, 8, 3] and not loop.scheduler.has_unfinished
+    assert (loop.scheduler.steps, loop.scheduler.scheduled_tokens) == (17, 4 + 16)
+
+
+def test_decode_steps_take_no_more_blocks_than_are_free(serving_loop, make_request):
+    loop = several_steps(serving_loop, num_blocks=5)
+    loop.add(make_request(0, 5, 9), make_request(1, 8, 9))
+    loop.step()
+    assert loop.manager.num_free_blocks == 1
+    # Request 1 takes the last block. Then request 0 has room for two tokens more.
+    plan = loop.step()
+    assert (plan.num_steps, plan.preempted, loop.manager.num_free_blocks) == (3, [], 0)
+    assert numbers(loop.step().preempted) == [1]
+    loop.run()
+
+
+def test_nobody_waits_who_could_run(serving_loop, make_request):
+    loop = several_steps(serving_loop, max_num_seqs=2)
+    loop.add(make_request(0, 3, 20), make_request(1, 3, 30), make_request(2, 3, 5))
+    # A third one has no row, so several steps do it no harm: they end where one comes free.
+    assert [loop.step().num_steps for _ in range(4)] == [1, 8, 8, 3]
+    assert numbers(loop.step().admitted) == [2]
+    assert loop.step().num_steps == 4
+
+
+def test_an_early_end_is_between_the_first_step_and_the_last(make_request):
+    scheduler = Scheduler(
+        num_blocks=9,
+        block_size=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        max_model_len=32,
+        max_decode_steps=5,
+    )
+    scheduler.add(make_request(0, 3, 20, stop_token_ids=(7,)))
+    plan = scheduler.schedule()
+    scheduler.update(plan, np.zeros(1, np.int32))
+    plan = scheduler.schedule()
+    assert plan.num_steps == 5 and plan.may_end_early and plan.needs_tokens
+    assert scheduler.block_manager.num_tokens.tolist() == [8, 0]
+    for wrong in (0, 6):
+        with pytest.raises(ValueError, match=rf"^num_steps must be in \[1, 5\], got {wrong}$"):
+            scheduler.end_early(plan, wrong)
+    scheduler.end_early(plan, 1)
+    scheduler.update(plan, np.array([7], np.int32))
+    assert scheduler.block_manager.num_used_blocks == 0
+    assert (scheduler.steps, scheduler.scheduled_tokens) == (2, 4)
+    # Blocks taken ahead are counted apart: 3 of 4 slots, then 4 of 4.
+    assert scheduler.slots_used_share == pytest.approx((3 / 4 + 4 / 4) / 2)
+
+
 def test_host_time_of_a_step(make_request):
     """Far below the 2 ms at 256 sequences that the host may take in all (0.1 ms on 2 cores)."""
     num_seqs = 256

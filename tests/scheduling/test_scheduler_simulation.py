@@ -39,6 +39,7 @@ configs = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 8),
         "max_num_batched_tokens": st.integers(1, 40),
         "watermark": st.sampled_from([0.0, 0.01, 0.3, 0.9]),
+        "max_decode_steps": st.sampled_from([1, 1, 2, 5, 16]),
     }
 )
 
@@ -106,8 +107,10 @@ def check_ends(loop, accepted):
         assert sequence.token_ids[: sequence.num_tokens].tolist() == expected
     manager, scheduler = loop.manager, loop.scheduler
     assert (manager.num_used_blocks, manager.num_free_slots) == (0, len(manager.tables))
-    assert scheduler.steps == len(loop.plans)
-    assert scheduler.scheduled_tokens == sum(plan.num_tokens for plan in loop.plans)
+    assert scheduler.steps == sum(plan.num_steps for plan in loop.plans)
+    computed = sum(plan.num_tokens * plan.num_steps for plan in loop.plans)
+    assert scheduler.scheduled_tokens == computed
+    assert 0 <= scheduler.slots_used_share <= 1
     assert scheduler.memory.preemptions_recompute == sum(len(plan.preempted) for plan in loop.plans)
     generated = sum(request.sequences[0].num_output_tokens for _, request in accepted)
     assert scheduler.generated_tokens == generated
