@@ -36,9 +36,10 @@ class EngineConfig:
         scheduling_policy: "fcfs" (in order of arrival) or "priority" (lower `priority` first; who
             waits grows more urgent).
         tensor_parallel_size: devices that share a model (>= 1; more than one is not built yet).
-        attention_backend: "auto", "xla", "triton", "mosaic" or "reference" (`pallas_kernels` says
-            what each is). "auto" takes the fastest that the device and the model allow; one asked
-            for by name that they do not allow is refused when the engine is made.
+        attention_backend: "auto", "llvm", "xla", "triton", "mosaic" or "reference"
+            (`pallas_kernels` says what each is). "auto" takes the fastest that the device and the
+            model allow; one asked for by name that they do not allow is refused when the engine is
+            made.
         overlap: plan and dispatch a step while the one before it runs. Steps are cut differently
             then, which tokens do not depend on (but for ties, and in float32).
         max_decode_steps: most decode steps in one call of the device (>= 1), while no request comes
@@ -145,7 +146,7 @@ class EngineConfig:
 _CHOICES = {
     "preemption_mode": ("recompute", "swap", "auto"),
     "scheduling_policy": ("fcfs", "priority"),
-    "attention_backend": ("auto", "xla", "reference", "triton", "mosaic"),
+    "attention_backend": ("auto", "llvm", "xla", "reference", "triton", "mosaic"),
 }
 
 

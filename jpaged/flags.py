@@ -34,7 +34,7 @@ _ENGINE_FLAGS = {
     "preemption_mode": ("string", "recompute, swap or auto."),
     "scheduling_policy": ("string", "fcfs or priority."),
     "tensor_parallel_size": ("integer", "Devices that share the model."),
-    "attention_backend": ("string", "auto, xla, triton, mosaic or reference."),
+    "attention_backend": ("string", "auto, llvm, xla, triton, mosaic or reference."),
     "overlap": ("bool", "Plan and dispatch a step while the one before it runs."),
     "max_decode_steps": ("integer", "Most decode steps in one call of the device."),
     "batch_invariant": ("bool", "Bitwise the same result in every batch."),

@@ -12,8 +12,9 @@ size, L layers, H query heads, K KV heads, D head dim, C blocks in a list, n par
 
 Every operator is a pure function that may be called under `jax.jit`. `backend` is one of `mosaic`
 (Pallas/Mosaic kernels for Hopper GPUs), `triton` (Pallas/Triton kernels for NVIDIA GPUs from Ampere
-on), `xla` (any platform, all features), `reference` (slow, the definition of the semantics) and
-`auto`: mosaic on Hopper, triton on other NVIDIA GPUs, xla elsewhere, and the next of them where one
+on), `llvm` (decode rows by a kernel that LLVM compiles for the CPU at hand, all else as xla), `xla`
+(any platform, all features), `reference` (slow, the definition of the semantics) and `auto`: mosaic
+on Hopper, triton on other NVIDIA GPUs, llvm on CPUs, xla elsewhere, and the next of them where one
 does not support a call, which is said once in the log. A backend asked for by name that does not
 support a call raises NotImplementedError. On a CPU the Pallas backends run interpreted.
 """

@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels.devices import Target, tracing_target
 
-BACKENDS = ("mosaic", "triton", "xla", "reference")
+BACKENDS = ("mosaic", "triton", "llvm", "xla", "reference")
 FEATURES = (
     "window",
     "soft_cap",
@@ -56,6 +56,8 @@ def candidates(target: Target) -> tuple[str, ...]:
         return ("mosaic", "triton", "xla")
     if target.is_nvidia:
         return ("triton", "xla")
+    if target.platform == "cpu":
+        return ("llvm", "xla")
     return ("xla",)
 
 

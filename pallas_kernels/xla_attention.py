@@ -326,8 +326,12 @@ def _prefill(call, is_prefill, tile, chunk, sinks, out, lse):
     return lax.fori_loop(0, ends[-1], one_tile, (out, lse))
 
 
-def paged_attention(arguments: Attention):
-    """The public operator's `xla` backend; its arguments are checked there."""
+def paged_attention(arguments: Attention, decode=_decode):
+    """The public operator's `xla` backend; its arguments are checked there.
+
+    `decode(call, is_decode, num_rows)` computes the sequences with one query, as `_decode` does; it
+    may return None for the places of sequences that have each a row of their own.
+    """
     q, kv_pool, query_starts = arguments.q, arguments.kv_pool, arguments.query_starts
     num_tokens, num_heads, head_dim = q.shape
     _, num_blocks, _, num_kv_heads, block_size, _ = kv_pool.shape
@@ -365,12 +369,12 @@ def paged_attention(arguments: Attention):
         out = out.reshape(q.shape)
         return (out, lse) if arguments.return_lse else out
     is_decode = (query_lens == 1) & (call.context_lens > 0)
-    decoded, place = _decode(call, is_decode, min(num_sequences, num_tokens))
+    decoded, place = decode(call, is_decode, min(num_sequences, num_tokens))
     decoded_out, decoded_lse = finish(decoded, sinks, q.dtype)
     token = jnp.arange(num_tokens)
     sequence = owners(query_starts[1:], token)
     is_decoded = (is_decode[sequence] & (token < query_starts[-1]))[:, None]
-    source = jnp.maximum(place[sequence], 0)
+    source = sequence if place is None else jnp.maximum(place[sequence], 0)
     out = jnp.where(is_decoded, decoded_out[source], 0)
     lse = jnp.where(is_decoded, decoded_lse[source], -jnp.inf)
     has_keys = call.context_lens > 0

@@ -96,9 +96,10 @@ def expected_tokens(checkpoint) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_triton_generates_the_tokens_of_xla(checkpoint, expected_tokens, block_size):
+@pytest.mark.parametrize("backend", ["llvm", "triton"])
+def test_kernels_generate_the_tokens_of_xla(checkpoint, expected_tokens, block_size, backend):
     """In chunks of at most 8 tokens beside decodes, and with preemptions."""
-    engine = make(checkpoint, "triton", block_size=block_size, num_blocks=128 // block_size)
+    engine = make(checkpoint, backend, block_size=block_size, num_blocks=128 // block_size)
     assert tokens_of(engine) == expected_tokens
     stats = engine.stats()
     assert stats.preemptions_recompute > 0 and stats.compilations_after_warmup == 0
@@ -175,7 +176,7 @@ def test_a_refused_backend_costs_no_reading_of_weights(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backend", "said"), [("auto", "xla"), ("xla", "xla"), ("triton", "triton (interpreted)")]
+    ("backend", "said"), [("auto", "llvm"), ("xla", "xla"), ("triton", "triton (interpreted)")]
 )
 def test_the_log_says_which_backend_attention_takes(checkpoint, caplog, backend, said):
     with caplog.at_level(logging.INFO, logger="jpaged"):
@@ -183,8 +184,10 @@ def test_the_log_says_which_backend_attention_takes(checkpoint, caplog, backend,
     assert f"attention backend: {said}" in caplog.messages
 
 
-def test_auto_takes_xla_on_a_cpu():
-    assert resolve_attention_backend("auto", CONFIG, jnp.float32, 16) == "xla"
+def test_auto_takes_llvm_on_a_cpu_and_xla_where_results_must_not_depend_on_the_batch():
+    assert resolve_attention_backend("auto", CONFIG, jnp.float32, 16) == "llvm"
+    invariant = resolve_attention_backend("auto", CONFIG, jnp.float32, 16, batch_invariant=True)
+    assert invariant == "xla"
 
 
 def test_steps_of_few_tokens_take_the_layers_weights_one_by_one(make_engine):

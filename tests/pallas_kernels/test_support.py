@@ -24,7 +24,7 @@ CASE = Case("paged_attention", jnp.dtype(jnp.bfloat16), 128, 16, 4)
         (A100, ("triton", "xla")),
         (Target("gpu", "NVIDIA B200", 148, (10, 0)), ("triton", "xla")),
         (Target("gpu", "AMD Instinct MI300X", 304), ("xla",)),
-        (Target("cpu", "cpu", None), ("xla",)),
+        (Target("cpu", "cpu", None), ("llvm", "xla")),
         (Target("tpu", "TPU v5e", None), ("xla",)),
     ],
 )
@@ -37,7 +37,7 @@ def test_auto_takes_the_first_that_supports_the_case_and_says_once_what_it_passe
     wide = CASE._replace(head_dim=300)
     with caplog.at_level(logging.WARNING, "pallas_kernels"):
         assert automatic(CASE, A100) == "triton"
-        assert automatic(CASE, Target("cpu", "cpu", None)) == "xla"
+        assert automatic(CASE, Target("cpu", "cpu", None)) == "llvm"
         assert not caplog.records
         for _ in range(2):
             assert automatic(wide, A100) == "xla"
@@ -65,7 +65,7 @@ def test_the_mesh_in_scope_decides():
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         assert tracing_target() == A100
         assert choose(CASE, "auto").__name__ == "pallas_kernels.triton"
-    assert choose(CASE, "auto").__name__ == "pallas_kernels.xla"
+    assert choose(CASE, "auto").__name__ == "pallas_kernels.llvm"
 
 
 def test_compute_capability_of_a_device():

@@ -1,0 +1,62 @@
+"""The backend for CPUs: decode rows by a kernel that LLVM compiles for the machine at hand, all
+else as the xla backend does it."""
+
+import importlib.util
+
+from pallas_kernels import xla_attention
+from pallas_kernels.arguments import Attention
+from pallas_kernels.devices import Target
+from pallas_kernels.support import Case
+from pallas_kernels.xla import (
+    copy_blocks,
+    gather_blocks,
+    merge_states,
+    plan_attention,
+    scatter_blocks,
+    write_kv,
+)
+
+__all__ = [
+    "copy_blocks",
+    "gather_blocks",
+    "merge_states",
+    "paged_attention",
+    "plan_attention",
+    "scatter_blocks",
+    "unsupported",
+    "write_kv",
+]
+
+
+CHUNK = 128  # keys in a chunk of the softmax, about: whole blocks
+# Scores of a chunk, of all query heads that share a KV head: they lie on a thread's stack.
+_MOST_SCORES = 1 << 16
+
+
+def unsupported(case: Case, target: Target) -> str | None:
+    """What about a call has no kernel here, in words, or None."""
+    if target.platform != "cpu":
+        return f"{target.platform}: its kernels are for CPUs"
+    if case.operator != "paged_attention":
+        return None
+    for feature in ("soft_cap", "alibi_slopes", "batch_invariant"):
+        if feature in case.features:
+            return feature
+    if case.head_dim is not None and case.head_dim % 4:
+        return f"head dims that are no multiple of 4 (got {case.head_dim})"
+    if (case.group or 1) * max(case.block_size or 1, CHUNK) > _MOST_SCORES:
+        return f"groups of {case.group} with blocks of {case.block_size}"
+    if importlib.util.find_spec("llvmlite") is None:
+        return "a Python without llvmlite"
+    return None
+
+
+def paged_attention(arguments: Attention):
+    """The public operator's `llvm` backend; its arguments are checked there."""
+    return xla_attention.paged_attention(arguments, decode=_decode)
+
+
+def _decode(call: xla_attention.Call, is_decode, num_rows: int):
+    from pallas_kernels import llvm_decode  # llvmlite, which other backends do without
+
+    return llvm_decode.decode(call, is_decode), None

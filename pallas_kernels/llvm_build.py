@@ -1,0 +1,306 @@
+"""Building a function of LLVM IR, and calling it from XLA: what `llvm_decode` is written with.
+
+Variables live on the stack (`Variable`); LLVM's optimiser puts them in registers. Loops are `with`
+blocks. A function built here is a handler of XLA's foreign function interface (FFI), which finds
+its operands in a call frame; the offsets are those of `xla/ffi/api/c_api.h`, equal in jax 0.10.2,
+0.11.2 and 0.12.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from llvmlite import binding, ir
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F32, F16 = ir.FloatType(), ir.HalfType()
+POINTER = I8.as_pointer()
+
+# XLA_FFI_CallFrame
+_EXTENSION, _API, _CONTEXT, _STAGE, _ARGS, _RETS = 8, 16, 24, 32, 72, 112
+_EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
+# XLA_FFI_Metadata_Extension (type 1), XLA_FFI_Api and XLA_FFI_Metadata: where the versions are
+_EXTENSION_TYPE, _METADATA, _API_VERSION, _METADATA_VERSION = 8, 24, 32, 24
+_IS_METADATA = 1
+# XLA_FFI_Api: XLA_FFI_Error_Destroy, XLA_FFI_ThreadPool_Schedule, XLA_FFI_ThreadPool_NumThreads
+_DESTROY_ERROR, _SCHEDULE, _NUM_THREADS = 64, 136, 144
+_DATA = 24  # XLA_FFI_Buffer
+
+
+class Variable:
+    """A place for one value."""
+
+    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
+        self._builder = builder
+        with builder.goto_entry_block():
+            self._place = builder.alloca(value.type)
+        self.set(value)
+
+    def get(self) -> ir.Value:
+        """The value now."""
+        return self._builder.load(self._place)
+
+    def set(self, value: ir.Value) -> None:
+        """Replace it."""
+        self._builder.store(value, self._place)
+
+
+@contextlib.contextmanager
+def loop(
+    builder: ir.IRBuilder, start: ir.Value, stop: ir.Value, step: int = 1
+) -> Iterator[ir.Value]:
+    """Runs what is built inside for start, start + step, ... below stop (int64)."""
+    index = Variable(builder, start)
+    head, body, end = (builder.append_basic_block(name) for name in ("head", "body", "end"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    now = index.get()
+    builder.cbranch(builder.icmp_signed("<", now, stop), body, end)
+    builder.position_at_end(body)
+    yield now
+    index.set(builder.add(now, I64(step)))
+    builder.branch(head)
+    builder.position_at_end(end)
+
+
+def smaller(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The smaller of two int64."""
+    return builder.select(builder.icmp_signed("<", a, b), a, b)
+
+
+def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The larger of two int64."""
+    return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+
+def at(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
+    """A pointer to element `index` (int64) of the array of `kind` at `base`."""
+    return builder.gep(builder.bitcast(base, kind.as_pointer()), [index])
+
+
+def read(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
+    """Element `index` of the array of `kind` at `base`."""
+    return builder.load(at(builder, base, index, kind))
+
+
+def read_int(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
+    """Element `index` of the int32 array at `base`, as int64."""
+    return builder.sext(read(builder, base, index, I32), I64)
+
+
+def _field(builder: ir.IRBuilder, base: ir.Value, offset: int, kind: ir.Type) -> ir.Value:
+    place = builder.gep(base, [I64(offset)])
+    return builder.load(builder.bitcast(place, kind.as_pointer()))
+
+
+def build_handler(
+    num_operands: int,
+    num_results: int,
+    body: Callable[[ir.IRBuilder, ir.Value, list[ir.Value]], None],
+) -> ir.Module:
+    """A module of a handler that does its work in units, on several threads.
+
+    Its first operand is int32 [2]: the number of units, and how many threads beside XLA's own may
+    be asked for help. `body(builder, unit, arrays)` builds what is done for a unit (int64), from
+    pointers to the memory of all operands and results. Units are done in any order, so they must
+    not write to the same place.
+
+    Threads take units from a counter, so none waits for another as long as there is something to
+    do. A helper may come late, when all is done and the handler has returned: what they share lies
+    on the heap and is given back by the last one.
+    """
+    module = ir.Module()
+    work = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "work")
+    _build_work(work, num_operands + num_results, body)
+    handler = ir.Function(module, ir.FunctionType(POINTER, [POINTER]), "handler")
+    _build_entry(handler, work, num_operands, num_results)
+    return module
+
+
+# What the threads share: counters, each on a cache line of its own, then pointers to the arrays.
+_NEXT, _DONE, _USERS, _NUM_UNITS, _ARRAYS = 0, 64, 128, 192, 200
+
+
+def _counter(builder: ir.IRBuilder, shared: ir.Value, offset: int) -> ir.Value:
+    return builder.bitcast(builder.gep(shared, [I64(offset)]), I64.as_pointer())
+
+
+def _set(builder: ir.IRBuilder, base: ir.Value, offset: int, value: ir.Value) -> None:
+    place = builder.gep(base, [I64(offset)])
+    builder.store(value, builder.bitcast(place, value.type.as_pointer()))
+
+
+def _build_work(
+    work: ir.Function,
+    num_arrays: int,
+    body: Callable[[ir.IRBuilder, ir.Value, list[ir.Value]], None],
+) -> None:
+    """The function of a thread: units until there are none, then it lets go of what is shared."""
+    (shared,) = work.args
+    blocks = [work.append_basic_block(name) for name in ("entry", "take", "unit", "leave", "done")]
+    entry, take, one, leave, done = blocks
+    builder = ir.IRBuilder(entry)
+    arrays = [_field(builder, shared, _ARRAYS + 8 * i, POINTER) for i in range(num_arrays)]
+    num_units = _field(builder, shared, _NUM_UNITS, I64)
+    builder.branch(take)
+    builder.position_at_end(take)
+    unit = builder.atomic_rmw("add", _counter(builder, shared, _NEXT), I64(1), "seq_cst")
+    builder.cbranch(builder.icmp_signed("<", unit, num_units), one, leave)
+    builder.position_at_end(one)
+    body(builder, unit, arrays)
+    builder.atomic_rmw("add", _counter(builder, shared, _DONE), I64(1), "seq_cst")
+    builder.branch(take)
+    builder.position_at_end(leave)
+    users = builder.atomic_rmw("sub", _counter(builder, shared, _USERS), I64(1), "seq_cst")
+    with builder.if_then(builder.icmp_signed("==", users, I64(1))):
+        free = _external(builder, "free", ir.VoidType(), [POINTER])
+        builder.call(free, [shared])
+    builder.branch(done)
+    builder.position_at_end(done)
+    builder.ret_void()
+
+
+def _external(
+    builder: ir.IRBuilder, name: str, returned: ir.Type, arguments: list[ir.Type]
+) -> ir.Function:
+    functions = builder.module.globals
+    if name not in functions:
+        ir.Function(builder.module, ir.FunctionType(returned, arguments), name)  # adds itself
+    return functions[name]
+
+
+def _build_entry(
+    handler: ir.Function, work: ir.Function, num_operands: int, num_results: int
+) -> None:
+    """The function that XLA calls."""
+    (frame,) = handler.args
+    entry, metadata, stage, execute, done = (
+        handler.append_basic_block(name)
+        for name in ("entry", "metadata", "stage", "execute", "done")
+    )
+    builder = ir.IRBuilder(entry)
+    extension = _field(builder, frame, _EXTENSION, POINTER)
+    is_asked = builder.icmp_unsigned("!=", extension, POINTER(None))
+    builder.cbranch(is_asked, metadata, stage)
+
+    # XLA asks which version of the interface this was made for: the one that it has, since what is
+    # used of it is the same in all.
+    builder.position_at_end(metadata)
+    kind = _field(builder, extension, _EXTENSION_TYPE, I32)
+    with builder.if_then(builder.icmp_unsigned("==", kind, I32(_IS_METADATA))):
+        asked = _field(builder, extension, _METADATA, POINTER)
+        api = _field(builder, frame, _API, POINTER)
+        _set(builder, asked, _METADATA_VERSION, _field(builder, api, _API_VERSION, I64))
+        builder.branch(done)
+    builder.branch(stage)
+
+    builder.position_at_end(stage)
+    now = _field(builder, frame, _STAGE, I32)
+    builder.cbranch(builder.icmp_unsigned("==", now, I32(_EXECUTE)), execute, done)
+
+    builder.position_at_end(execute)
+    arrays = []
+    for buffers, count in ((_ARGS, num_operands), (_RETS, num_results)):
+        table = _field(builder, frame, buffers, POINTER)
+        for i in range(count):
+            buffer = _field(builder, table, 8 * i, POINTER)
+            arrays.append(_field(builder, buffer, _DATA, POINTER))
+    num_units, wanted = (read_int(builder, arrays[0], I64(i)) for i in range(2))
+    malloc = _external(builder, "malloc", POINTER, [I64])
+    shared = builder.call(malloc, [I64(_ARRAYS + 8 * len(arrays))])
+    for offset, value in ((_NEXT, 0), (_DONE, 0)):
+        _set(builder, shared, offset, I64(value))
+    _set(builder, shared, _NUM_UNITS, num_units)
+    for i, array in enumerate(arrays):
+        _set(builder, shared, _ARRAYS + 8 * i, array)
+
+    api, context = _field(builder, frame, _API, POINTER), _field(builder, frame, _CONTEXT, POINTER)
+    num_threads = _stack(builder, I64, [I64(1)])
+    _call_api(builder, api, _NUM_THREADS, [context, builder.bitcast(num_threads, POINTER)])
+    helpers = builder.sub(builder.load(num_threads), I64(1))
+    helpers = smaller(builder, smaller(builder, helpers, wanted), builder.sub(num_units, I64(1)))
+    helpers = larger(builder, helpers, I64(0))
+    _set(builder, shared, _USERS, builder.add(helpers, I64(2)))  # and this one, twice: see below
+    with loop(builder, I64(0), helpers):
+        task = builder.bitcast(work, POINTER)
+        error = _call_api(builder, api, _SCHEDULE, [context, task, shared])
+        with builder.if_then(builder.icmp_unsigned("!=", error, POINTER(None))):
+            builder.atomic_rmw("sub", _counter(builder, shared, _USERS), I64(1), "seq_cst")
+            _call_api(builder, api, _DESTROY_ERROR, [error])
+    builder.call(work, [shared])  # lets go once
+    wait, ready = (handler.append_basic_block(name) for name in ("wait", "ready"))
+    builder.branch(wait)
+    builder.position_at_end(wait)
+    finished = builder.load_atomic(_counter(builder, shared, _DONE), "acquire", 8)
+    builder.cbranch(builder.icmp_signed("<", finished, num_units), wait, ready)
+    builder.position_at_end(ready)
+    users = builder.atomic_rmw("sub", _counter(builder, shared, _USERS), I64(1), "seq_cst")
+    with builder.if_then(builder.icmp_signed("==", users, I64(1))):
+        free = _external(builder, "free", ir.VoidType(), [POINTER])
+        builder.call(free, [shared])
+    builder.branch(done)
+
+    builder.position_at_end(done)
+    builder.ret(POINTER(None))  # no error
+
+
+def _stack(builder: ir.IRBuilder, kind: ir.Type, values: list[ir.Value]) -> ir.Value:
+    """An array on the stack that holds these values; a pointer to the first."""
+    with builder.goto_entry_block():
+        place = builder.alloca(kind, len(values))
+    for i, value in enumerate(values):
+        builder.store(value, builder.gep(place, [I64(i)]))
+    return place
+
+
+def _call_api(
+    builder: ir.IRBuilder, api: ir.Value, offset: int, values: list[ir.Value]
+) -> ir.Value:
+    """Calls a function of XLA_FFI_Api with its struct of arguments: size, extensions, values."""
+    size = I64(16 + 8 * len(values)).inttoptr(POINTER)
+    arguments = _stack(builder, POINTER, [size, POINTER(None), *values])
+    kind = ir.FunctionType(POINTER, [POINTER]).as_pointer()
+    return builder.call(_field(builder, api, offset, kind), [builder.bitcast(arguments, POINTER)])
+
+
+@functools.cache
+def _host() -> Any:
+    """The machine to compile for."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(),
+        features=binding.get_host_cpu_features().flatten(),
+        opt=3,
+        jit=True,
+    )
+
+
+class Handler:
+    """A compiled handler, registered with JAX for CPUs.
+
+    Attributes:
+        name: what `jax.ffi.ffi_call` calls it by. It names the code, since XLA's compiled programs,
+            which are kept on disk, call it by name.
+    """
+
+    def __init__(self, name: str, module: ir.Module) -> None:
+        text = str(module)
+        self.name = f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        parsed = binding.parse_assembly(text)
+        parsed.verify()
+        options = binding.create_pipeline_tuning_options(speed_level=3)
+        passes = binding.create_pass_builder(_host(), options)
+        passes.getModulePassManager().run(parsed, passes)
+        self._engine = binding.create_mcjit_compiler(parsed, _host())  # owns the code
+        self._engine.finalize_object()
+        address = self._engine.get_function_address("handler")
+        jax.ffi.register_ffi_target(
+            self.name, jax.ffi.pycapsule(ctypes.cast(address, ctypes.c_void_p)), platform="cpu"
+        )

@@ -1,0 +1,359 @@
+"""Attention of decode rows on a CPU: a kernel that LLVM compiles for the machine at hand.
+
+One query attends to its sequence's keys block by block, with an online softmax (FlashAttention, Dao
+et al. 2022) over chunks of keys: scores of a chunk, their maximum and exponentials, then its
+values. All is in float32, and 16-bit floats are widened as they are read. Keys and values are read
+in the pool, where they lie: XLA, which has no such loops, would gather them first.
+
+A unit of work is one KV head of one sequence, with the query heads that share it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from llvmlite import ir
+
+from pallas_kernels.llvm import CHUNK
+from pallas_kernels.llvm_build import (
+    F16,
+    F32,
+    I16,
+    I32,
+    I64,
+    POINTER,
+    Handler,
+    Variable,
+    at,
+    build_handler,
+    larger,
+    loop,
+    read,
+    read_int,
+    smaller,
+)
+from pallas_kernels.xla_attention import HIDDEN, Call, State
+
+_LANES = (16, 8, 4)  # floats in a vector; 16 are a register of AVX-512, or two of AVX2
+# Query heads whose sums are held in registers at once, in vectors.
+_ACCUMULATORS = 16
+_LINE = 64  # bytes of a cache line
+# Floats of the pool below which a second thread is not worth calling (about 10 us).
+_FLOATS_ALONE = 1 << 15
+_LOWEST = -87.0  # exp of less is 0 here (about the least normal float32)
+
+
+class Sizes(NamedTuple):
+    """What a kernel is compiled for."""
+
+    num_kv_heads: int
+    group: int  # query heads a KV head
+    block_size: int
+    head_dim: int
+    dtype: str  # of queries, keys and values: float32, bfloat16 or float16
+
+    @property
+    def lanes(self) -> int:
+        """Floats in a vector: head_dim is a multiple of them."""
+        return next(lanes for lanes in _LANES if self.head_dim % lanes == 0)
+
+
+class _Emitter:
+    """Builds the body of a kernel."""
+
+    def __init__(self, sizes: Sizes, builder: ir.IRBuilder) -> None:
+        self.sizes = sizes
+        self.builder = builder
+        self.element = {"float32": F32, "bfloat16": I16, "float16": F16}[sizes.dtype]
+        self.item_size = 4 if sizes.dtype == "float32" else 2
+        self.lanes = sizes.lanes
+        self.vector, self.ints = (ir.VectorType(kind, self.lanes) for kind in (F32, I32))
+        self.vectors = sizes.head_dim // self.lanes  # of one head
+        self.chunk = max(CHUNK // sizes.block_size, 1) * sizes.block_size
+        # Scores of a chunk for each head of the group, to the end of a vector.
+        self.row = -(-self.chunk // self.lanes) * self.lanes
+        with builder.goto_entry_block():
+            scores = builder.alloca(F32, sizes.group * self.row)
+            scores.align = _LINE
+            outputs = builder.alloca(self.vector, sizes.group * self.vectors)
+        self.scores, self.outputs = scores, outputs
+
+    def intrinsic(
+        self, name: str, kind: ir.Type, arguments: list[ir.Value], flags: tuple[str, ...] = ()
+    ) -> ir.Value:
+        """A call of LLVM's intrinsic function of this name, which yields a `kind`."""
+        functions = self.builder.module.globals
+        if name not in functions:
+            signature = ir.FunctionType(kind, [argument.type for argument in arguments])
+            ir.Function(self.builder.module, signature, name)  # adds itself
+        return self.builder.call(functions[name], arguments, fastmath=flags)
+
+    def constant(self, value: float) -> ir.Constant:
+        """A vector of this number."""
+        return ir.Constant(self.vector, [value] * self.lanes)
+
+    def constant_int(self, value: int) -> ir.Constant:
+        """A vector of this int32."""
+        return ir.Constant(self.ints, [value] * self.lanes)
+
+    def splat(self, value: ir.Value) -> ir.Value:
+        """A vector of this float32 or int32."""
+        undefined = ir.Constant(ir.VectorType(value.type, self.lanes), ir.Undefined)
+        first = self.builder.insert_element(undefined, value, I32(0))
+        return self.builder.shuffle_vector(first, undefined, self.constant_int(0))
+
+    def over_vectors(self, name: str) -> str:
+        """The name of an intrinsic function for vectors of floats."""
+        return f"llvm.{name}.v{self.lanes}f32"
+
+    def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        return self.intrinsic(self.over_vectors("fma"), self.vector, [a, b, c])
+
+    def sum(self, vector: ir.Value) -> ir.Value:
+        name = self.over_vectors("vector.reduce.fadd")
+        return self.intrinsic(name, F32, [F32(-0.0), vector], ("reassoc",))
+
+    def load_vector(self, base: ir.Value, index: ir.Value) -> ir.Value:
+        """A vector of numbers from element `index` on, as float32."""
+        b = self.builder
+        kind = ir.VectorType(self.element, self.lanes)
+        place = b.bitcast(at(b, base, index, self.element), kind.as_pointer())
+        loaded = b.load(place, align=self.item_size)
+        if self.element is F32:
+            return loaded
+        if self.element is F16:
+            return b.fpext(loaded, self.vector)
+        return b.bitcast(b.shl(b.zext(loaded, self.ints), self.constant_int(16)), self.vector)
+
+    def score(self, head: int, key: ir.Value) -> ir.Value:
+        """Where the score of a head and a key of the chunk is."""
+        return at(self.builder, self.scores, self.builder.add(I64(head * self.row), key), F32)
+
+    def scores_from(self, head: int, key: ir.Value) -> ir.Value:
+        """Where a vector of them begins; `key` is a multiple of the lanes."""
+        return self.builder.bitcast(self.score(head, key), self.vector.as_pointer())
+
+    def output(self, head: int, vector: int) -> ir.Value:
+        """Where a vector of a head's sum of values is kept between chunks."""
+        return at(self.builder, self.outputs, I64(head * self.vectors + vector), self.vector)
+
+    def exp(self, x: ir.Value) -> ir.Value:
+        """exp of a vector of numbers <= 0, to 2 units in the last place; 0 below _LOWEST.
+
+        x = n ln 2 + r, and a polynomial for exp(r), |r| <= ln 2 / 2 (the coefficients are those of
+        Cephes' expf, S. L. Moshier).
+        """
+        b = self.builder
+        is_zero = b.fcmp_ordered("<", x, self.constant(_LOWEST))
+        n = self.intrinsic(
+            self.over_vectors("roundeven"),
+            self.vector,
+            [b.fmul(x, self.constant(1.4426950408889634))],
+        )
+        r = self.fma(n, self.constant(-0.693359375), x)  # ln 2 in two parts
+        r = self.fma(n, self.constant(2.12194440054690583e-4), r)
+        p = self.constant(1.9875691500e-4)
+        for coefficient in (
+            1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1,
+        ):  # fmt: skip
+            p = self.fma(p, r, self.constant(coefficient))
+        p = b.fadd(self.fma(p, b.fmul(r, r), r), self.constant(1.0))
+        # Saturating: of a NaN, which stays one, the plain conversion may make anything.
+        power = self.intrinsic(self.over_vectors(f"fptosi.sat.v{self.lanes}i32"), self.ints, [n])
+        bits = b.shl(b.add(power, self.constant_int(127)), self.constant_int(23))
+        return b.select(is_zero, self.constant(0.0), b.fmul(p, b.bitcast(bits, self.vector)))
+
+    def prefetch(self, base: ir.Value, row: ir.Value) -> None:
+        """Ask for one key or value of the next block while this one is worked on: they lie anywhere
+        in the pool, where no hardware foresees them."""
+        b = self.builder
+        for start in range(0, self.sizes.head_dim, _LINE // self.item_size):
+            place = at(b, base, b.add(row, I64(start)), self.element)
+            arguments = [b.bitcast(place, POINTER), I32(0), I32(3), I32(1)]  # read, keep, data
+            self.intrinsic("llvm.prefetch.p0i8", ir.VoidType(), arguments)
+
+    def heads(self) -> list[range]:
+        """The group's heads, as many at once as registers hold."""
+        step = max(_ACCUMULATORS // self.vectors, 1)
+        group = self.sizes.group
+        return [range(i, min(i + step, group)) for i in range(0, group, step)]
+
+
+def _attend(sizes: Sizes, builder: ir.IRBuilder, unit: ir.Value, arrays: list[ir.Value]) -> None:
+    """One KV head of one sequence. The arrays are operands and results of `decode`'s call."""
+    b, emit = builder, _Emitter(sizes, builder)
+    _, q, pool, tables, starts, low, high, scalars, scale_of, maxima, totals, outputs = arrays
+    K, G, B, D = sizes.num_kv_heads, sizes.group, sizes.block_size, sizes.head_dim
+    first_row, last_block, num_columns = (read_int(b, scalars, I64(i)) for i in range(3))
+    scale = emit.splat(read(b, scale_of, I64(0), F32))
+    maximum, total = ([Variable(b, F32(0)) for _ in range(G)] for _ in range(2))
+    sequence, kv_head = b.sdiv(unit, I64(K)), b.srem(unit, I64(K))
+    first, stop = (read_int(b, x, sequence) for x in (low, high))
+    query = b.mul(read_int(b, starts, sequence), I64(K * G))
+    query = b.mul(b.add(query, b.mul(kv_head, I64(G))), I64(D))
+    for g in range(G):
+        maximum[g].set(F32(HIDDEN))
+        total[g].set(F32(0))
+        for v in range(emit.vectors):
+            b.store(emit.constant(0.0), emit.output(g, v))
+
+    def tile(column, which):
+        """Element of the pool where a block's keys (0) or values (1) begin."""
+        place = smaller(b, column, b.sub(num_columns, I64(1)))
+        row = b.add(b.mul(sequence, num_columns), place)
+        block = read_int(b, tables, row)
+        block = larger(b, smaller(b, block, last_block), I64(0))
+        row = b.add(b.add(first_row, b.mul(block, I64(2 * K))), b.add(kv_head, I64(which * K)))
+        return b.mul(row, I64(B * D))
+
+    aligned = b.mul(b.sdiv(first, I64(B)), I64(B))
+    with loop(b, aligned, stop, emit.chunk) as chunk:
+        here = smaller(b, b.sub(stop, chunk), I64(emit.chunk))
+        hidden = larger(b, b.sub(first, chunk), I64(0))  # keys before the window
+        column = b.sdiv(chunk, I64(B))
+        for heads in emit.heads():
+            queries = {
+                (g, v): b.fmul(
+                    scale,
+                    emit.load_vector(q, b.add(query, I64(g * D + v * emit.lanes))),
+                )
+                for g in heads
+                for v in range(emit.vectors)
+            }
+            with loop(b, I64(0), here, B) as key:
+                now = b.add(column, b.sdiv(key, I64(B)))
+                keys, after = tile(now, 0), tile(b.add(now, I64(1)), 0)
+                # Whole blocks: what is beyond the context is left out below.
+                with loop(b, I64(0), I64(B)) as offset:
+                    row = b.mul(offset, I64(D))
+                    emit.prefetch(pool, b.add(after, row))
+                    sums = dict.fromkeys(heads, emit.constant(0.0))
+                    for v in range(emit.vectors):
+                        place = b.add(b.add(keys, row), I64(v * emit.lanes))
+                        part = emit.load_vector(pool, place)
+                        sums = {g: emit.fma(part, queries[g, v], sums[g]) for g in heads}
+                    for g in heads:
+                        b.store(emit.sum(sums[g]), emit.score(g, b.add(key, offset)))
+        for g in range(G):
+            _softmax(emit, g, hidden, here, maximum[g], total[g])
+        for heads in emit.heads():
+            added = {
+                (g, v): Variable(b, b.load(emit.output(g, v)))
+                for g in heads
+                for v in range(emit.vectors)
+            }
+            with loop(b, I64(0), here, B) as key:
+                now = b.add(column, b.sdiv(key, I64(B)))
+                values, after = tile(now, 1), tile(b.add(now, I64(1)), 1)
+                # Live ones alone: the others may hold NaN, and 0 * NaN is NaN.
+                least = larger(b, b.sub(hidden, key), I64(0))
+                with loop(b, least, smaller(b, b.sub(here, key), I64(B))) as offset:
+                    row = b.mul(offset, I64(D))
+                    emit.prefetch(pool, b.add(after, row))
+                    weights = {
+                        g: emit.splat(b.load(emit.score(g, b.add(key, offset)))) for g in heads
+                    }
+                    for v in range(emit.vectors):
+                        place = b.add(b.add(values, row), I64(v * emit.lanes))
+                        part = emit.load_vector(pool, place)
+                        for g in heads:
+                            variable = added[g, v]
+                            variable.set(emit.fma(weights[g], part, variable.get()))
+            for (g, v), variable in added.items():
+                b.store(variable.get(), emit.output(g, v))
+
+    head = b.mul(unit, I64(G))
+    for g in range(G):
+        index = b.add(head, I64(g))
+        b.store(maximum[g].get(), at(b, maxima, index, F32))
+        b.store(total[g].get(), at(b, totals, index, F32))
+        for v in range(emit.vectors):
+            place = at(b, outputs, b.add(b.mul(index, I64(D)), I64(v * emit.lanes)), F32)
+            place = b.bitcast(place, emit.vector.as_pointer())
+            b.store(b.load(emit.output(g, v)), place, align=4)
+
+
+def _softmax(
+    emit: _Emitter,
+    head: int,
+    hidden: ir.Value,
+    here: ir.Value,
+    maximum: Variable,
+    total: Variable,
+) -> None:
+    """Turns a head's scores of a chunk, of which hidden .. here - 1 count, into weights, and brings
+    its maximum, its total and what it has added up so far to the new maximum."""
+    b = emit.builder
+    places = ir.Constant(emit.ints, list(range(emit.lanes)))
+
+    def shown(start):
+        """The scores from `start` on, and which of them count."""
+        place = b.add(emit.splat(b.trunc(start, I32)), places)
+        from_first = b.icmp_signed(">=", place, emit.splat(b.trunc(hidden, I32)))
+        to_last = b.icmp_signed("<", place, emit.splat(b.trunc(here, I32)))
+        return b.load(emit.scores_from(head, start)), b.and_(from_first, to_last)
+
+    largest = Variable(b, emit.splat(maximum.get()))
+    with loop(b, I64(0), here, emit.lanes) as start:
+        scores, counts = shown(start)
+        scores = b.select(counts, scores, emit.constant(HIDDEN))
+        is_larger = b.fcmp_ordered(">", scores, largest.get())
+        largest.set(b.select(is_larger, scores, largest.get()))
+    old = maximum.get()
+    new = emit.intrinsic(emit.over_vectors("vector.reduce.fmax"), F32, [largest.get()])
+    maximum.set(new)
+    sums = Variable(b, emit.constant(0.0))
+    with loop(b, I64(0), here, emit.lanes) as start:
+        scores, counts = shown(start)
+        weights = emit.exp(b.fsub(scores, emit.splat(new)))
+        weights = b.select(counts, weights, emit.constant(0.0))
+        b.store(weights, emit.scores_from(head, start))
+        sums.set(b.fadd(sums.get(), weights))
+    keep = emit.exp(emit.splat(b.fsub(old, new)))
+    kept = b.extract_element(keep, I32(0))
+    total.set(b.fadd(b.fmul(total.get(), kept), emit.sum(sums.get())))
+    for v in range(emit.vectors):
+        place = emit.output(head, v)
+        b.store(b.fmul(b.load(place), keep), place)
+
+
+@functools.cache
+def kernel(sizes: Sizes) -> Handler:
+    """The compiled kernel for these sizes."""
+    return Handler("paged_attention_decode", build_handler(9, 3, functools.partial(_attend, sizes)))
+
+
+def decode(call: Call, is_decode: jax.Array) -> State:
+    """The softmax of every sequence that `is_decode` [S] marks, a State of S rows; those of other
+    sequences saw no key."""
+    num_sequences, num_columns = call.block_tables.shape
+    num_heads = call.q.shape[1] // call.head_dim
+    sizes = Sizes(
+        call.num_kv_heads,
+        num_heads // call.num_kv_heads,
+        call.block_size,
+        call.head_dim,
+        call.q.dtype.name,
+    )
+    high = jnp.where(is_decode, call.context_lens, 0)
+    low = jnp.minimum(call.first_visible(call.context_lens - 1), high)
+    num_floats = (high - low).sum() * (2 * call.num_kv_heads * call.head_dim)
+    helpers = jnp.where(num_floats < _FLOATS_ALONE, 0, jnp.iinfo(jnp.int32).max)
+    units = jnp.stack([jnp.int32(num_sequences * call.num_kv_heads), helpers.astype(jnp.int32)])
+    scalars = jnp.stack([call.first_row, jnp.int32(call.num_blocks - 1), jnp.int32(num_columns)])
+    scale = jnp.asarray(call.scale, jnp.float32).reshape(1)
+    shapes = (
+        jax.ShapeDtypeStruct((num_sequences, num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((num_sequences, num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((num_sequences, num_heads, call.head_dim), jnp.float32),
+    )
+    run = jax.ffi.ffi_call(kernel(sizes).name, shapes)
+    return State(
+        *run(
+            units, call.q, call.rows, call.block_tables, call.query_starts, low, high, scalars,
+            scale,
+        )
+    )  # fmt: skip
