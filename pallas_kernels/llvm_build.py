@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,6 +93,69 @@ def read(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, kind: ir.Type) 
 def read_int(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
     """Element `index` of the int32 array at `base`, as int64."""
     return builder.sext(read(builder, base, index, I32), I64)
+
+
+class Vectors:
+    """Arithmetic on vectors of `lanes` float32 or int32."""
+
+    def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
+        self.builder = builder
+        self.lanes = lanes
+        self.floats, self.ints = (ir.VectorType(kind, lanes) for kind in (F32, I32))
+
+    def call(
+        self, name: str, kind: ir.Type, arguments: list[ir.Value], flags: tuple[str, ...] = ()
+    ) -> ir.Value:
+        """A call of LLVM's intrinsic function of this name, which yields a `kind`."""
+        functions = self.builder.module.globals
+        if name not in functions:
+            signature = ir.FunctionType(kind, [argument.type for argument in arguments])
+            ir.Function(self.builder.module, signature, name)  # adds itself
+        return self.builder.call(functions[name], arguments, fastmath=flags)
+
+    def name(self, operation: str) -> str:
+        """The name of an intrinsic function for vectors of floats."""
+        return f"llvm.{operation}.v{self.lanes}f32"
+
+    def constant(self, value: float) -> ir.Constant:
+        """A vector of this float."""
+        return ir.Constant(self.floats, [value] * self.lanes)
+
+    def constant_int(self, value: int) -> ir.Constant:
+        """A vector of this int32."""
+        return ir.Constant(self.ints, [value] * self.lanes)
+
+    def splat(self, value: ir.Value) -> ir.Value:
+        """A vector of this float32 or int32."""
+        undefined = ir.Constant(ir.VectorType(value.type, self.lanes), ir.Undefined)
+        first = self.builder.insert_element(undefined, value, I32(0))
+        return self.builder.shuffle_vector(first, undefined, self.constant_int(0))
+
+    def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        """a * b + c."""
+        return self.call(self.name("fma"), self.floats, [a, b, c])
+
+    def sum(self, vector: ir.Value) -> ir.Value:
+        """The sum of a vector's floats, in any order."""
+        arguments = [F32(-0.0), vector]
+        return self.call(self.name("vector.reduce.fadd"), F32, arguments, ("reassoc",))
+
+    def load(self, base: ir.Value, index: ir.Value, element: ir.Type) -> ir.Value:
+        """The numbers from element `index` on, as float32; int16 are the bits of bfloat16."""
+        b = self.builder
+        place = at(b, base, index, element)
+        place = b.bitcast(place, ir.VectorType(element, self.lanes).as_pointer())
+        loaded = b.load(place, align=4 if element is F32 else 2)
+        if element is F32:
+            return loaded
+        if element is F16:
+            return b.fpext(loaded, self.floats)
+        return b.bitcast(b.shl(b.zext(loaded, self.ints), self.constant_int(16)), self.floats)
+
+    def prefetch(self, place: ir.Value) -> None:
+        """Ask for the cache line of a place; it may lie anywhere."""
+        arguments = [self.builder.bitcast(place, POINTER), I32(0), I32(3), I32(1)]
+        self.call("llvm.prefetch.p0i8", ir.VoidType(), arguments)  # to read, to keep, data
 
 
 def _field(builder: ir.IRBuilder, base: ir.Value, offset: int, kind: ir.Type) -> ir.Value:
@@ -269,21 +333,8 @@ def _call_api(
     return builder.call(_field(builder, api, offset, kind), [builder.bitcast(arguments, POINTER)])
 
 
-@functools.cache
-def _host() -> Any:
-    """The machine to compile for."""
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    return binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(),
-        features=binding.get_host_cpu_features().flatten(),
-        opt=3,
-        jit=True,
-    )
-
-
 class Handler:
-    """A compiled handler, registered with JAX for CPUs.
+    """A compiled handler, registered with JAX for CPUs; to live as long as the process.
 
     Attributes:
         name: what `jax.ffi.ffi_call` calls it by. It names the code, since XLA's compiled programs,
@@ -293,14 +344,38 @@ class Handler:
     def __init__(self, name: str, module: ir.Module) -> None:
         text = str(module)
         self.name = f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        machine = binding.Target.from_default_triple().create_target_machine(
+            cpu=binding.get_host_cpu_name(),
+            features=binding.get_host_cpu_features().flatten(),
+            opt=3,
+            jit=True,
+        )
         parsed = binding.parse_assembly(text)
         parsed.verify()
         options = binding.create_pipeline_tuning_options(speed_level=3)
-        passes = binding.create_pass_builder(_host(), options)
+        passes = binding.create_pass_builder(machine, options)
         passes.getModulePassManager().run(parsed, passes)
-        self._engine = binding.create_mcjit_compiler(parsed, _host())  # owns the code
+        self._engine = binding.create_mcjit_compiler(parsed, machine)  # owns both, and the code
         self._engine.finalize_object()
         address = self._engine.get_function_address("handler")
         jax.ffi.register_ffi_target(
             self.name, jax.ffi.pycapsule(ctypes.cast(address, ctypes.c_void_p)), platform="cpu"
         )
+
+
+_LOCK = threading.Lock()
+
+
+def compiled_once(make: Callable[..., Handler]) -> Callable[..., Handler]:
+    """`make`, called once for the same arguments, whichever threads trace programs: XLA keeps the
+    address of what was registered first, so that must not be thrown away for a second one."""
+    cached = functools.cache(make)
+
+    @functools.wraps(make)
+    def locked(*arguments: Any) -> Handler:
+        with _LOCK:
+            return cached(*arguments)
+
+    return locked

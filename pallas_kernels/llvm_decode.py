@@ -24,11 +24,12 @@ from pallas_kernels.llvm_build import (
     I16,
     I32,
     I64,
-    POINTER,
     Handler,
     Variable,
+    Vectors,
     at,
     build_handler,
+    compiled_once,
     larger,
     loop,
     read,
@@ -61,16 +62,14 @@ class Sizes(NamedTuple):
         return next(lanes for lanes in _LANES if self.head_dim % lanes == 0)
 
 
-class _Emitter:
+class _Emitter(Vectors):
     """Builds the body of a kernel."""
 
     def __init__(self, sizes: Sizes, builder: ir.IRBuilder) -> None:
+        super().__init__(builder, sizes.lanes)
         self.sizes = sizes
-        self.builder = builder
         self.element = {"float32": F32, "bfloat16": I16, "float16": F16}[sizes.dtype]
         self.item_size = 4 if sizes.dtype == "float32" else 2
-        self.lanes = sizes.lanes
-        self.vector, self.ints = (ir.VectorType(kind, self.lanes) for kind in (F32, I32))
         self.vectors = sizes.head_dim // self.lanes  # of one head
         self.chunk = max(CHUNK // sizes.block_size, 1) * sizes.block_size
         # Scores of a chunk for each head of the group, to the end of a vector.
@@ -78,55 +77,8 @@ class _Emitter:
         with builder.goto_entry_block():
             scores = builder.alloca(F32, sizes.group * self.row)
             scores.align = _LINE
-            outputs = builder.alloca(self.vector, sizes.group * self.vectors)
+            outputs = builder.alloca(self.floats, sizes.group * self.vectors)
         self.scores, self.outputs = scores, outputs
-
-    def intrinsic(
-        self, name: str, kind: ir.Type, arguments: list[ir.Value], flags: tuple[str, ...] = ()
-    ) -> ir.Value:
-        """A call of LLVM's intrinsic function of this name, which yields a `kind`."""
-        functions = self.builder.module.globals
-        if name not in functions:
-            signature = ir.FunctionType(kind, [argument.type for argument in arguments])
-            ir.Function(self.builder.module, signature, name)  # adds itself
-        return self.builder.call(functions[name], arguments, fastmath=flags)
-
-    def constant(self, value: float) -> ir.Constant:
-        """A vector of this number."""
-        return ir.Constant(self.vector, [value] * self.lanes)
-
-    def constant_int(self, value: int) -> ir.Constant:
-        """A vector of this int32."""
-        return ir.Constant(self.ints, [value] * self.lanes)
-
-    def splat(self, value: ir.Value) -> ir.Value:
-        """A vector of this float32 or int32."""
-        undefined = ir.Constant(ir.VectorType(value.type, self.lanes), ir.Undefined)
-        first = self.builder.insert_element(undefined, value, I32(0))
-        return self.builder.shuffle_vector(first, undefined, self.constant_int(0))
-
-    def over_vectors(self, name: str) -> str:
-        """The name of an intrinsic function for vectors of floats."""
-        return f"llvm.{name}.v{self.lanes}f32"
-
-    def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        return self.intrinsic(self.over_vectors("fma"), self.vector, [a, b, c])
-
-    def sum(self, vector: ir.Value) -> ir.Value:
-        name = self.over_vectors("vector.reduce.fadd")
-        return self.intrinsic(name, F32, [F32(-0.0), vector], ("reassoc",))
-
-    def load_vector(self, base: ir.Value, index: ir.Value) -> ir.Value:
-        """A vector of numbers from element `index` on, as float32."""
-        b = self.builder
-        kind = ir.VectorType(self.element, self.lanes)
-        place = b.bitcast(at(b, base, index, self.element), kind.as_pointer())
-        loaded = b.load(place, align=self.item_size)
-        if self.element is F32:
-            return loaded
-        if self.element is F16:
-            return b.fpext(loaded, self.vector)
-        return b.bitcast(b.shl(b.zext(loaded, self.ints), self.constant_int(16)), self.vector)
 
     def score(self, head: int, key: ir.Value) -> ir.Value:
         """Where the score of a head and a key of the chunk is."""
@@ -134,11 +86,11 @@ class _Emitter:
 
     def scores_from(self, head: int, key: ir.Value) -> ir.Value:
         """Where a vector of them begins; `key` is a multiple of the lanes."""
-        return self.builder.bitcast(self.score(head, key), self.vector.as_pointer())
+        return self.builder.bitcast(self.score(head, key), self.floats.as_pointer())
 
     def output(self, head: int, vector: int) -> ir.Value:
         """Where a vector of a head's sum of values is kept between chunks."""
-        return at(self.builder, self.outputs, I64(head * self.vectors + vector), self.vector)
+        return at(self.builder, self.outputs, I64(head * self.vectors + vector), self.floats)
 
     def exp(self, x: ir.Value) -> ir.Value:
         """exp of a vector of numbers <= 0, to 2 units in the last place; 0 below _LOWEST.
@@ -148,9 +100,9 @@ class _Emitter:
         """
         b = self.builder
         is_zero = b.fcmp_ordered("<", x, self.constant(_LOWEST))
-        n = self.intrinsic(
-            self.over_vectors("roundeven"),
-            self.vector,
+        n = self.call(
+            self.name("roundeven"),
+            self.floats,
             [b.fmul(x, self.constant(1.4426950408889634))],
         )
         r = self.fma(n, self.constant(-0.693359375), x)  # ln 2 in two parts
@@ -162,18 +114,16 @@ class _Emitter:
             p = self.fma(p, r, self.constant(coefficient))
         p = b.fadd(self.fma(p, b.fmul(r, r), r), self.constant(1.0))
         # Saturating: of a NaN, which stays one, the plain conversion may make anything.
-        power = self.intrinsic(self.over_vectors(f"fptosi.sat.v{self.lanes}i32"), self.ints, [n])
+        power = self.call(self.name(f"fptosi.sat.v{self.lanes}i32"), self.ints, [n])
         bits = b.shl(b.add(power, self.constant_int(127)), self.constant_int(23))
-        return b.select(is_zero, self.constant(0.0), b.fmul(p, b.bitcast(bits, self.vector)))
+        return b.select(is_zero, self.constant(0.0), b.fmul(p, b.bitcast(bits, self.floats)))
 
-    def prefetch(self, base: ir.Value, row: ir.Value) -> None:
+    def prefetch_token(self, base: ir.Value, row: ir.Value) -> None:
         """Ask for one key or value of the next block while this one is worked on: they lie anywhere
         in the pool, where no hardware foresees them."""
         b = self.builder
         for start in range(0, self.sizes.head_dim, _LINE // self.item_size):
-            place = at(b, base, b.add(row, I64(start)), self.element)
-            arguments = [b.bitcast(place, POINTER), I32(0), I32(3), I32(1)]  # read, keep, data
-            self.intrinsic("llvm.prefetch.p0i8", ir.VoidType(), arguments)
+            self.prefetch(at(b, base, b.add(row, I64(start)), self.element))
 
     def heads(self) -> list[range]:
         """The group's heads, as many at once as registers hold."""
@@ -218,7 +168,7 @@ def _attend(sizes: Sizes, builder: ir.IRBuilder, unit: ir.Value, arrays: list[ir
             queries = {
                 (g, v): b.fmul(
                     scale,
-                    emit.load_vector(q, b.add(query, I64(g * D + v * emit.lanes))),
+                    emit.load(q, b.add(query, I64(g * D + v * emit.lanes)), emit.element),
                 )
                 for g in heads
                 for v in range(emit.vectors)
@@ -229,11 +179,11 @@ def _attend(sizes: Sizes, builder: ir.IRBuilder, unit: ir.Value, arrays: list[ir
                 # Whole blocks: what is beyond the context is left out below.
                 with loop(b, I64(0), I64(B)) as offset:
                     row = b.mul(offset, I64(D))
-                    emit.prefetch(pool, b.add(after, row))
+                    emit.prefetch_token(pool, b.add(after, row))
                     sums = dict.fromkeys(heads, emit.constant(0.0))
                     for v in range(emit.vectors):
                         place = b.add(b.add(keys, row), I64(v * emit.lanes))
-                        part = emit.load_vector(pool, place)
+                        part = emit.load(pool, place, emit.element)
                         sums = {g: emit.fma(part, queries[g, v], sums[g]) for g in heads}
                     for g in heads:
                         b.store(emit.sum(sums[g]), emit.score(g, b.add(key, offset)))
@@ -252,13 +202,13 @@ def _attend(sizes: Sizes, builder: ir.IRBuilder, unit: ir.Value, arrays: list[ir
                 least = larger(b, b.sub(hidden, key), I64(0))
                 with loop(b, least, smaller(b, b.sub(here, key), I64(B))) as offset:
                     row = b.mul(offset, I64(D))
-                    emit.prefetch(pool, b.add(after, row))
+                    emit.prefetch_token(pool, b.add(after, row))
                     weights = {
                         g: emit.splat(b.load(emit.score(g, b.add(key, offset)))) for g in heads
                     }
                     for v in range(emit.vectors):
                         place = b.add(b.add(values, row), I64(v * emit.lanes))
-                        part = emit.load_vector(pool, place)
+                        part = emit.load(pool, place, emit.element)
                         for g in heads:
                             variable = added[g, v]
                             variable.set(emit.fma(weights[g], part, variable.get()))
@@ -272,7 +222,7 @@ def _attend(sizes: Sizes, builder: ir.IRBuilder, unit: ir.Value, arrays: list[ir
         b.store(total[g].get(), at(b, totals, index, F32))
         for v in range(emit.vectors):
             place = at(b, outputs, b.add(b.mul(index, I64(D)), I64(v * emit.lanes)), F32)
-            place = b.bitcast(place, emit.vector.as_pointer())
+            place = b.bitcast(place, emit.floats.as_pointer())
             b.store(b.load(emit.output(g, v)), place, align=4)
 
 
@@ -303,7 +253,7 @@ def _softmax(
         is_larger = b.fcmp_ordered(">", scores, largest.get())
         largest.set(b.select(is_larger, scores, largest.get()))
     old = maximum.get()
-    new = emit.intrinsic(emit.over_vectors("vector.reduce.fmax"), F32, [largest.get()])
+    new = emit.call(emit.name("vector.reduce.fmax"), F32, [largest.get()])
     maximum.set(new)
     sums = Variable(b, emit.constant(0.0))
     with loop(b, I64(0), here, emit.lanes) as start:
@@ -320,7 +270,7 @@ def _softmax(
         b.store(b.fmul(b.load(place), keep), place)
 
 
-@functools.cache
+@compiled_once
 def kernel(sizes: Sizes) -> Handler:
     """The compiled kernel for these sizes."""
     return Handler("paged_attention_decode", build_handler(9, 3, functools.partial(_attend, sizes)))

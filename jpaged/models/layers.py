@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Shaped
+
+from pallas_kernels.products import stacked_product
 
 _INIT = jax.nn.initializers.normal(0.02)
 
@@ -48,22 +49,15 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T ..."]:
         """Return [T, *out] in float32; the caller rounds to the model's dtype where it wants to."""
         kernel = self.kernel.get_value()
-        if isinstance(kernel, LayerOf):
-            y = lax.switch(kernel.layer, [partial(_product, kernel=k) for k in kernel.layers], x)
-        else:
-            y = _product(x, kernel)
+        y = stacked_product(x, *kernel) if isinstance(kernel, LayerOf) else _product(x, kernel)
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
 
 class LayerOf(NamedTuple):
-    """The kernel of one of several layers, as the value of a Linear's parameter.
+    """The kernel of one of several layers, as the value of a Linear's parameter: to be read in the
+    stack of all (`pallas_kernels.products`)."""
 
-    XLA's CPU copies a layer's weights out of a stack before it multiplies by them, which a decode
-    step feels. A branch for each layer reads them where they lie, and costs next to nothing to
-    compile: its product is a call of a library.
-    """
-
-    layers: tuple[Float[Array, "in ..."], ...]
+    stack: Float[Array, "L E ..."]
     layer: Int[Array, ""]
 
 

@@ -7,7 +7,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Shaped
@@ -15,6 +14,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 from jpaged.models.layers import Embedding, LayerOf, Linear, RMSNorm, over_row_tiles
 from jpaged.models.rope import RopeConfig, rotate, rotation
 from pallas_kernels import paged_attention, plan_attention, write_kv
+from pallas_kernels.products import has_kernel
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,7 @@ class Llama(nnx.Module):
 
     The layers' parameters are stacked ([num_layers, ...] leaves) and the layers scanned. A jitted
     step takes the flat leaves of `nnx.split(model, nnx.Param)` and merges them inside;
-    `nnx.eval_shape` of the constructor gives the same graphdef. `separate_layers` gives parameters
-    that a CPU reads faster.
+    `nnx.eval_shape` of the constructor gives the same graphdef.
     """
 
     def __init__(
@@ -204,14 +203,24 @@ class Llama(nnx.Module):
                 backend=backend,
             )
         graphdef, layers = nnx.split(self.layers)
-        leaves, treedef = jax.tree.flatten(layers, is_leaf=_is_separate)
-        stacked = [None if _is_separate(leaf) else leaf for leaf in leaves]
+        paths, treedef = jax.tree_util.tree_flatten_with_path(layers)
+        leaves = [leaf for _, leaf in paths]
+        # What a kernel reads in the stack of all layers; the scan takes the others apart.
+        rows = row_tile or x.shape[0]
+        in_stack = [
+            backend in ("auto", "llvm")
+            and jax.tree_util.DictKey("kernel") in path
+            and has_kernel(rows, leaf.shape, leaf.dtype)
+            for path, leaf in paths
+        ]
+        stacked = [None if whole else leaf for leaf, whole in zip(leaves, in_stack)]
 
         def step(carry, xs):
             x, kv_pool = carry
             layer, own = xs
             own = [
-                LayerOf(leaf, layer) if _is_separate(leaf) else y for leaf, y in zip(leaves, own)
+                LayerOf(leaf, layer) if whole else mine
+                for leaf, whole, mine in zip(leaves, in_stack, own)
             ]
             block: DecoderLayer = nnx.merge(graphdef, jax.tree.unflatten(treedef, own))
             q, k, v = by_row(block.before, x, *rope)
@@ -237,23 +246,3 @@ class Llama(nnx.Module):
     def logits(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Return float32 logits [R, V] of rows of hidden states."""
         return (self.embedding if self.head is None else self.head).logits(hidden)
-
-
-def separate_layers(params: nnx.State) -> nnx.State:
-    """The parameters of a Llama with the layers' matrices as tuples of arrays, not as stacks.
-
-    For a CPU (see `LayerOf`). Each array is a view of its stack, which lives on with it, if it
-    begins at a multiple of 64 bytes, and else a copy beside it.
-    """
-
-    def separate(path, leaf):
-        keys = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
-        if keys[0] != "layers" or keys[-1] != "kernel":
-            return leaf
-        return tuple(jax.device_put(list(np.asarray(leaf)), leaf.sharding))
-
-    return jax.tree_util.tree_map_with_path(separate, params)
-
-
-def _is_separate(leaf: object) -> bool:
-    return isinstance(leaf, tuple)

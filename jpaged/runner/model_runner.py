@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
-from jpaged.models import separate_layers
 from jpaged.runner.batch import PARAMETERS, buffer_size, unpack
 from jpaged.runner.block_moves import BlockMoves
 from jpaged.runner.buckets import Bucket, decode_buckets
@@ -41,23 +40,9 @@ _CPU_TILE = 32
 # Rows computed at a time when results must not depend on the batch: what a decode step of many
 # sequences fills. XLA's CPU products round differently from 64 rows on.
 BATCH_INVARIANT_TILE = 32
-# Up to this many tokens a float32 step on a CPU takes the layers' weights one by one (LayerOf).
-# With more, its products take too long for the copy to matter, and it compiles faster without.
-_SEPARATE_TOKENS = 64
 # The sampling program is compiled for these numbers of rows too, beside the most. On a CPU that
 # spares steps of few sequences a head of 32 rows: at 8 it only reads the weights.
 _SAMPLING_ROWS = {"cpu": (8, 16), "gpu": (32, 128)}
-
-
-class _Weights(NamedTuple):
-    """A model's parameters as a program takes them: leaves and not a module, since walking a module
-    costs milliseconds a call."""
-
-    leaves: list[Array]
-    treedef: Any
-
-    def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
 
 def _temporary_bytes(program: jax.stages.Compiled) -> int:
@@ -122,10 +107,8 @@ class ModelRunner:
         self._graphdef = graphdef
         leaf = jax.tree.leaves(params)[0]
         self.device = next(iter(leaf.devices()))
-        self._stacked = _Weights(*jax.tree.flatten(params))
-        self._separate = self._stacked
-        if self.device.platform == "cpu" and leaf.dtype == jnp.float32:
-            self._separate = _Weights(*jax.tree.flatten(separate_layers(params)))
+        # Leaves and not a module, since walking a module costs milliseconds a call.
+        self._leaves, self._treedef = jax.tree.flatten(params)
         self._backend = backend
         self._hidden_size = hidden_size
         self._row_tile = row_tile
@@ -252,29 +235,25 @@ class ModelRunner:
         fewer = () if self._row_tile else _SAMPLING_ROWS.get(self.device.platform, ())
         return min(rows for rows in (*fewer, most) if bucket.sequences <= rows)
 
-    def _weights(self, bucket: Bucket) -> _Weights:
-        """The weights in the form that the bucket's forward program takes. Where results must not
-        depend on the batch there is one form for all."""
-        few = bucket.tokens <= _SEPARATE_TOKENS or self._row_tile is not None
-        return self._separate if few else self._stacked
+    def _model(self, leaves: list[Array]) -> nnx.Module:
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
 
-    def _merge(self, weights: _Weights, leaves: list) -> nnx.Module:
-        return nnx.merge(self._graphdef, jax.tree.unflatten(weights.treedef, leaves))
+    def _leaf_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self._leaves]
 
     def _compile_forward(self, bucket: Bucket, num_blocks: int) -> jax.stages.Compiled:
         rows = self._sampling_rows(bucket)
-        weights = self._weights(bucket)
 
         def run(leaves, kv_pool, token_pool, last_tokens, buffer):
             return forward(
-                self._merge(weights, leaves), kv_pool, token_pool, last_tokens,
+                self._model(leaves), kv_pool, token_pool, last_tokens,
                 unpack(buffer, bucket), sampling_rows=rows, backend=self._backend, tile=self._tile,
                 row_tile=self._row_tile,
             )  # fmt: skip
 
         run.__name__ = f"forward_{bucket.tokens}_{bucket.sequences}_{bucket.blocks}"
         shapes = (
-            weights.shapes(),
+            self._leaf_shapes(),
             *self._pool_shapes(num_blocks),
             jax.ShapeDtypeStruct((self._num_slots,), jnp.int32),
             jax.ShapeDtypeStruct((buffer_size(bucket),), jnp.int32),
@@ -282,18 +261,17 @@ class ModelRunner:
         return self._compiled(jax.jit(run, donate_argnums=(1, 2)), *shapes)
 
     def _compile_decode(self, bucket: Bucket, num_blocks: int) -> jax.stages.Compiled:
-        weights = self._weights(bucket)
 
         def run(leaves, kv_pool, token_pool, bias_table, last_tokens, buffer):
             return decode_steps(
-                self._merge(weights, leaves), kv_pool, token_pool, bias_table, last_tokens,
+                self._model(leaves), kv_pool, token_pool, bias_table, last_tokens,
                 unpack(buffer, bucket), most_steps=self._max_decode_steps,
                 sampling_rows=self._sampling_rows(bucket), backend=self._backend, tile=self._tile,
             )  # fmt: skip
 
         run.__name__ = f"decode_{bucket.tokens}_{bucket.sequences}_{bucket.blocks}"
         shapes = (
-            weights.shapes(),
+            self._leaf_shapes(),
             *self._pool_shapes(num_blocks),
             jax.ShapeDtypeStruct(self._bias_table.shape, jnp.float32),
             jax.ShapeDtypeStruct((self._num_slots,), jnp.int32),
@@ -310,17 +288,17 @@ class ModelRunner:
 
     def _compile_sample(self, rows: int, width: int, num_blocks: int) -> jax.stages.Compiled:
         def run(leaves, token_pool, bias_table, last_tokens, sampling):
-            model = self._merge(self._stacked, leaves)
+            model = self._model(leaves)
             return sample(model, token_pool, bias_table, last_tokens, sampling, tile=self._tile)
 
         def ints(*shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
         run.__name__ = f"sample_{rows}_{width}"
-        dtype = self._stacked.leaves[0].dtype
+        dtype = self._leaves[0].dtype
         hidden: Any = jax.ShapeDtypeStruct((rows, self._hidden_size), dtype)
         shapes = (
-            self._stacked.shapes(),
+            self._leaf_shapes(),
             ints(num_blocks, self.block_size),
             jax.ShapeDtypeStruct(self._bias_table.shape, jnp.float32),
             ints(self._num_slots),
@@ -392,7 +370,7 @@ class ModelRunner:
     def execute(self, bucket: Bucket, buffer: Int[np.ndarray, " words"]) -> StepResult:
         """Dispatch one step and return at once. `buffer` must not be written to afterwards."""
         self._kv_pool, self._token_pool, sampling, prompt_rows = self._forward[bucket](
-            self._weights(bucket).leaves,
+            self._leaves,
             self._kv_pool,
             self._token_pool,
             self._last_tokens,
@@ -400,7 +378,7 @@ class ModelRunner:
         )
         program = self._sample[self._sampling_rows(bucket), bucket.blocks]
         rows, self._last_tokens = program(
-            self._stacked.leaves, self._token_pool, self._bias_table, self._last_tokens, sampling
+            self._leaves, self._token_pool, self._bias_table, self._last_tokens, sampling
         )
         rows.copy_to_host_async()
         return StepResult(rows, prompt_rows)
@@ -409,7 +387,7 @@ class ModelRunner:
         """Dispatch several decode steps of the same sequences (`step.decode_steps`), as `execute`
         does one step. The bucket is one of `decode_buckets`."""
         self._kv_pool, self._token_pool, rows, self._last_tokens = self._decode[bucket](
-            self._weights(bucket).leaves,
+            self._leaves,
             self._kv_pool,
             self._token_pool,
             self._bias_table,

@@ -1,0 +1,220 @@
+"""Products of few rows with a large matrix on a CPU: kernels that LLVM compiles for the machine.
+
+A decode step multiplies one to some dozens of rows by every weight of the model, so it should take
+as long as reading the weights. Each unit of work reads its part of the matrix once, front to back,
+and keeps sums of a few rows in registers meanwhile. Sums are in float32, and each is added up in an
+order that depends on the matrix alone: a row's results are the same, to the bit, whatever rows are
+beside it. bfloat16 is multiplied in pairs where the machine can (AVX512-BF16), else widened.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+from llvmlite import binding, ir
+
+from pallas_kernels.llvm_build import (
+    F32,
+    I16,
+    I32,
+    I64,
+    Handler,
+    Variable,
+    Vectors,
+    at,
+    build_handler,
+    compiled_once,
+    loop,
+    read,
+    read_int,
+    smaller,
+)
+
+_LANES = 16
+_ROWS = 8  # rows of x that are worked on at once, if there are several
+COLUMNS = 32  # of x @ w, in a unit
+# Rows of w that all rows of x are multiplied by before the next ones are read: those of a unit stay
+# in the nearest cache.
+_DEPTH = 64
+UNROLL = 4
+_AHEAD = 4096  # bytes of a unit that are asked for in advance
+MOST_ROWS = 64
+# Below so many numbers in a matrix a second thread is not worth calling.
+_ALONE = 1 << 15
+
+
+class Product(NamedTuple):
+    """What a kernel is compiled for."""
+
+    rows: int  # of x that are worked on at once
+    dtype: str  # of x and of the matrix
+    in_pairs: bool  # whether bfloat16 is multiplied in pairs
+
+    @property
+    def element(self) -> ir.Type:
+        return F32 if self.dtype == "float32" else I16
+
+    @property
+    def item_size(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite's IR has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+class _Products(Vectors):
+    """Products of numbers of x, and of vectors of the matrix, added to vectors of sums."""
+
+    def __init__(self, sizes: Product, builder: ir.IRBuilder) -> None:
+        super().__init__(builder, _LANES)
+        self.sizes = sizes
+        # Successive rows of the matrix in a product.
+        self.step = 2 if sizes.in_pairs else 1
+
+    def dot_pairs(self, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+        """total[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1], of bfloat16 in vectors of int32."""
+        kind = ir.VectorType(_BFloat(), 2 * _LANES)
+        pairs = [self.builder.bitcast(x, kind) for x in (a, b)]
+        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", self.floats, [total, *pairs])
+
+    def add(self, total: ir.Value, factor: ir.Value, loaded: ir.Value) -> ir.Value:
+        if self.sizes.in_pairs:
+            return self.dot_pairs(total, factor, loaded)
+        return self.fma(factor, loaded, total)
+
+    def factor(self, x: ir.Value, index: ir.Value) -> ir.Value:
+        """The number of x, or the pair from there on, that a product multiplies by."""
+        b = self.builder
+        if self.sizes.in_pairs:
+            place = b.bitcast(at(b, x, index, I16), I32.as_pointer())
+            return self.splat(b.load(place, align=2))
+        if self.sizes.element is F32:
+            return self.splat(read(b, x, index, F32))
+        bits = b.shl(b.zext(read(b, x, index, I16), I32), I32(16))
+        return self.splat(b.bitcast(bits, F32))
+
+    def columns(self, w: ir.Value, index: ir.Value, width: ir.Value) -> list[ir.Value]:
+        """COLUMNS columns of a row of the matrix (or of two, in pairs), in vectors."""
+        b = self.builder
+        if not self.sizes.in_pairs:
+            places = [b.add(index, I64(i)) for i in range(0, COLUMNS, _LANES)]
+            return [self.load(w, place, self.sizes.element) for place in places]
+        kind = ir.VectorType(I16, COLUMNS)
+        first, second = (
+            b.load(b.bitcast(at(b, w, place, I16), kind.as_pointer()), align=2)
+            for place in (index, b.add(index, width))
+        )
+        found = []
+        for start in range(0, COLUMNS, _LANES):
+            order = [i + half for i in range(start, start + _LANES) for half in (0, COLUMNS)]
+            mask = ir.Constant(ir.VectorType(I32, COLUMNS), order)
+            found.append(b.bitcast(b.shuffle_vector(first, second, mask), self.ints))
+        return found
+
+
+def _multiply(
+    sizes: Product, builder: ir.IRBuilder, unit: ir.Value, arrays: list[ir.Value]
+) -> None:
+    """COLUMNS columns of x @ w[layer]."""
+    b, products = builder, _Products(sizes, builder)
+    _, numbers, x, w, y = arrays
+    depth, width, layer, num_blocks = (read_int(b, numbers, I64(i)) for i in range(4))
+    parts = COLUMNS // _LANES
+    matrix = b.add(b.mul(layer, b.mul(depth, width)), b.mul(unit, I64(COLUMNS)))
+    with b.goto_entry_block():
+        kept = b.alloca(products.floats, MOST_ROWS * parts)
+
+    def place(block, row, part):
+        index = b.add(b.mul(block, I64(sizes.rows)), I64(row))
+        return at(b, kept, b.add(b.mul(index, I64(parts)), I64(part)), products.floats)
+
+    pairs = [(row, part) for row in range(sizes.rows) for part in range(parts)]
+    with loop(b, I64(0), num_blocks) as block:
+        for pair in pairs:
+            b.store(products.constant(0.0), place(block, *pair))
+    with loop(b, I64(0), depth, _DEPTH) as first:
+        last = smaller(b, b.add(first, I64(_DEPTH)), depth)
+        with loop(b, I64(0), num_blocks) as block:
+            sums = {pair: Variable(b, b.load(place(block, *pair))) for pair in pairs}
+            begin = b.mul(b.mul(block, I64(sizes.rows)), depth)
+            reads_first = b.icmp_signed("==", block, I64(0))
+            with loop(b, first, last, UNROLL) as start:
+                for step in range(0, UNROLL, products.step):
+                    k = b.add(start, I64(step))
+                    here = b.add(matrix, b.mul(k, width))
+                    with b.if_then(reads_first):
+                        _ask(products, w, matrix, k, depth, width)
+                    loaded = products.columns(w, here, width)
+                    for row in range(sizes.rows):
+                        index = b.add(b.add(begin, b.mul(I64(row), depth)), k)
+                        factor = products.factor(x, index)
+                        for part in range(parts):
+                            total = sums[row, part]
+                            total.set(products.add(total.get(), factor, loaded[part]))
+            for pair, total in sums.items():
+                b.store(total.get(), place(block, *pair))
+    with loop(b, I64(0), num_blocks) as block:
+        for row, part in pairs:
+            line = b.mul(b.add(b.mul(block, I64(sizes.rows)), I64(row)), width)
+            index = b.add(b.add(line, b.mul(unit, I64(COLUMNS))), I64(part * _LANES))
+            spot = b.bitcast(at(b, y, index, F32), products.floats.as_pointer())
+            b.store(b.load(place(block, row, part)), spot, align=4)
+
+
+def _ask(
+    products: _Products,
+    w: ir.Value,
+    matrix: ir.Value,
+    k: ir.Value,
+    depth: ir.Value,
+    width: ir.Value,
+) -> None:
+    """Ask for what is read some rows after row k: too far apart for hardware to foresee."""
+    b, sizes = products.builder, products.sizes
+    ahead = _AHEAD // (COLUMNS * sizes.item_size)
+    for later in range(ahead, ahead + products.step):
+        row = smaller(b, b.add(k, I64(later)), b.sub(depth, I64(1)))
+        row = b.add(matrix, b.mul(row, width))
+        for start in range(0, COLUMNS, 64 // sizes.item_size):
+            products.prefetch(at(b, w, b.add(row, I64(start)), sizes.element))
+
+
+@functools.cache
+def multiplies_pairs() -> bool:
+    """Whether this machine multiplies bfloat16 (AVX512-BF16)."""
+    return bool(binding.get_host_cpu_features().get("avx512bf16", False))
+
+
+@compiled_once
+def kernel(sizes: Product) -> Handler:
+    """The compiled kernel for these sizes."""
+    return Handler("few_rows_product", build_handler(4, 1, functools.partial(_multiply, sizes)))
+
+
+def multiply(
+    x: Float[Array, "T E"], w: Float[Array, "L E F"], layer: Int[Array, ""] | int
+) -> Float[Array, "T F"]:
+    """Return float32 x @ w[layer], read in the stack. T is at most MOST_ROWS, and 1 or a multiple
+    of 8; E is a multiple of UNROLL, F of COLUMNS."""
+    num_rows, depth = x.shape
+    rows, width = (1 if num_rows == 1 else _ROWS), w.shape[2]
+    in_pairs = x.dtype == jnp.bfloat16 and multiplies_pairs()
+    name = kernel(Product(rows, x.dtype.name, in_pairs)).name
+    helpers = 0 if depth * width < _ALONE else jnp.iinfo(jnp.int32).max
+    numbers = [jnp.asarray(n, jnp.int32) for n in (depth, width, layer, num_rows // rows)]
+    run = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((num_rows, width), jnp.float32))
+    return run(jnp.array([width // COLUMNS, helpers], jnp.int32), jnp.stack(numbers), x, w)

@@ -1,0 +1,60 @@
+"""Products of few rows with the stacked weights of a model's layers."""
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Float32, Int32
+
+from pallas_kernels.devices import tracing_target
+
+# Most rows for which the kernel is faster than XLA's product (measured, BUILD_NOTES.md).
+_MOST_ROWS = {"float32": 64, "bfloat16": 32}
+_MOST_ROWS_WIDENED = 8  # of bfloat16 on a machine that does not multiply it
+
+
+def has_kernel(num_rows: int, shape: Sequence[int], dtype: DTypeLike) -> bool:
+    """Whether `stacked_product` is for a product of num_rows rows with weights of this shape
+    [L, E, *out], traced now: on a CPU, where the kernel is faster than what XLA does."""
+    if tracing_target().platform != "cpu" or jnp.dtype(dtype).name not in _MOST_ROWS:
+        return False
+    if importlib.util.find_spec("llvmlite") is None or not (num_rows == 1 or num_rows % 8 == 0):
+        return False
+    from pallas_kernels import llvm_matmul
+
+    if shape[1] % llvm_matmul.UNROLL or np.prod(shape[2:]) % llvm_matmul.COLUMNS:
+        return False
+    return num_rows <= _most_rows(jnp.dtype(dtype).name)
+
+
+@functools.cache
+def _most_rows(dtype: str) -> int:
+    from pallas_kernels import llvm_matmul
+
+    if dtype == "bfloat16" and not llvm_matmul.multiplies_pairs():
+        return _MOST_ROWS_WIDENED
+    return _MOST_ROWS[dtype]
+
+
+def stacked_product(
+    x: Float[Array, "T E"], weights: Float[Array, "L E ..."], layer: int | Int32[Array, ""]
+) -> Float32[Array, "T ..."]:
+    """x @ weights[layer], which is read where it lies, where `has_kernel` says so.
+
+    XLA's CPU copies a layer's weights out of the stack first, and takes up to twice as long as
+    reading them takes. Sums are in float32, in an order that does not depend on the number of rows.
+
+    Args:
+        x: Rows, of the weights' dtype: float32 or bfloat16.
+        weights: The weights of all layers.
+        layer: Which of them; may be traced.
+    """
+    from pallas_kernels import llvm_matmul
+
+    outputs = weights.shape[2:]
+    flat = weights.reshape(*weights.shape[:2], -1)
+    return llvm_matmul.multiply(x, flat, layer).reshape(x.shape[0], *outputs)

@@ -1,0 +1,102 @@
+"""Products of few rows with stacked weights: values, exactness, and which calls have a kernel."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels import llvm_matmul, products
+from pallas_kernels.products import has_kernel, stacked_product
+
+multiply = jax.jit(stacked_product)
+# Below one sheet of 64 rows of w, one over it, several; one unit of columns and many.
+SHAPES = [(4, 32), (68, 96), (576, 960), (64, 1024)]
+
+
+def make(shape, num_rows, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((num_rows, shape[0]))
+    weights = np.full((3, *shape), np.nan)
+    weights[1] = rng.standard_normal(shape)
+    return jnp.asarray(x, dtype), jnp.asarray(weights, dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_rows", [1, 8, 16, 24, 64])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "bfloat16 widened"])
+def test_is_the_product(shape, num_rows, kind, monkeypatch):
+    """Of one layer; the others are NaN."""
+    if kind == "bfloat16 widened":
+        monkeypatch.setattr(llvm_matmul, "multiplies_pairs", lambda: False)
+    x, weights = make(shape, num_rows, kind.split()[0])
+    got = jax.jit(lambda *a: stacked_product(*a))(x, weights, jnp.int32(1))
+    wide = np.asarray(x, np.float64) @ np.asarray(weights[1], np.float64)
+    assert got.dtype == jnp.float32 and got.shape == (num_rows, shape[1])
+    # Each of E additions rounds to 2^-24 of a sum, which is at most that of the absolute values.
+    absolute = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(weights[1], np.float64))
+    assert (np.abs(got - wide) <= 2.0**-24 * shape[0] * absolute).all()
+    assert np.linalg.norm(got - wide) < 2e-6 * np.linalg.norm(wide)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_does_not_depend_on_the_others(dtype):
+    """To the bit, in any number of rows, with NaN beside it, on any thread."""
+    x, weights = make((576, 960), 64, dtype)
+    whole = np.asarray(multiply(x, weights, 1))
+    for num_rows in (1, 8, 32):
+        for start in range(0, 64, num_rows):
+            part = multiply(x[start : start + num_rows], weights, 1)
+            np.testing.assert_array_equal(part, whole[start : start + num_rows])
+    poisoned = multiply(x.at[3::5].set(jnp.nan), weights, 1)
+    keep = [i for i in range(64) if i % 5 != 3]
+    np.testing.assert_array_equal(np.asarray(poisoned)[keep], whole[keep])
+    assert np.isnan(np.asarray(poisoned)[3::5]).all()
+
+
+def test_outputs_of_several_axes():
+    x, weights = make((64, 128), 8, "float32")
+    got = multiply(x, weights.reshape(3, 64, 2, 4, 16), 1)
+    np.testing.assert_array_equal(got.reshape(8, 128), multiply(x, weights, 1))
+
+
+def test_weights_are_read_where_they_lie():
+    """In a scan over layers: no copy of a layer's weights."""
+    weights = jax.ShapeDtypeStruct((20, 512, 512), jnp.float32)
+
+    def run(x, weights):
+        def layer(x, index):
+            return stacked_product(x, weights, index) * 0.01, None
+
+        return jax.lax.scan(layer, x, jnp.arange(20))[0]
+
+    compiled = jax.jit(run).lower(jax.ShapeDtypeStruct((8, 512), jnp.float32), weights).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 512 * 512 * 4 / 4
+
+
+def test_which_products_have_a_kernel(monkeypatch):
+    shape = (2, 64, 96)
+    assert has_kernel(1, shape, jnp.float32) and has_kernel(64, shape, jnp.float32)
+    assert has_kernel(8, shape, jnp.bfloat16) and has_kernel(8, (2, 64, 3, 32), jnp.float32)
+    for num_rows in (4, 12, 72, 128):
+        assert not has_kernel(num_rows, shape, jnp.float32)
+    assert not has_kernel(40, shape, jnp.bfloat16)
+    assert not has_kernel(8, shape, jnp.float16)
+    assert not has_kernel(8, (2, 62, 96), jnp.float32)
+    assert not has_kernel(8, (2, 64, 80), jnp.float32)
+    gpu = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        assert not has_kernel(8, shape, jnp.float32)
+    monkeypatch.setattr(products.importlib.util, "find_spec", lambda name: None)
+    assert not has_kernel(8, shape, jnp.float32)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_fewer_rows_of_bfloat16_where_the_machine_has_no_product_for_them(pairs, monkeypatch):
+    products._most_rows.cache_clear()
+    monkeypatch.setattr(llvm_matmul, "multiplies_pairs", lambda: pairs)
+    shape = (2, 64, 96)
+    assert has_kernel(8, shape, jnp.bfloat16)
+    assert has_kernel(32, shape, jnp.bfloat16) == pairs
+    assert has_kernel(64, shape, jnp.float32)
+    products._most_rows.cache_clear()
