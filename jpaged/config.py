@@ -40,8 +40,9 @@ class EngineConfig:
             (`pallas_kernels` says what each is). "auto" takes the fastest that the device and the
             model allow; one asked for by name that they do not allow is refused when the engine is
             made.
-        overlap: plan and dispatch a step while the one before it runs. Steps are cut differently
-            then, which tokens do not depend on (but for ties, and in float32).
+        overlap: plan and dispatch a step while the one before it runs (on a CPU not while requests
+            keep coming, which would wait for it). Steps are cut differently then, which tokens do
+            not depend on (but for ties, and in float32).
         max_decode_steps: most decode steps in one call of the device (>= 1), while no request comes
             or ends: the host's share of a step shrinks, and a request that comes meanwhile waits
             for all of them. Has a program of its own for each bucket of decodes.

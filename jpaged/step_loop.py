@@ -35,12 +35,22 @@ class StepLoop:
     them in a step later. What one of them ends has a surplus row in the step that is under way by
     then, which is passed over. (Asynchronous scheduling, as other engines call it.)
 
+    What is planned ahead also makes an arrival wait for one step more: its own comes after the one
+    that is under way and the one that is planned. Where steps are long and the host's part of them
+    is small, as on a CPU, that is a bad bargain while requests keep coming, so after an arrival
+    `patience` steps are not planned ahead.
+
     Attributes:
         costs: told how long prefills take, or None.
+        patience: as said, in steps; 0 to plan ahead always.
     """
 
-    def __init__(self, runner: StepRunner, scheduler: Scheduler, *, overlap: bool) -> None:
+    def __init__(
+        self, runner: StepRunner, scheduler: Scheduler, *, overlap: bool, patience: int = 0
+    ) -> None:
         self.costs: PreemptionCosts | None = None
+        self.patience = patience
+        self._steps_to_wait = 0  # before one is planned ahead again
         self._runner = runner
         self._scheduler = scheduler
         self._overlap = overlap
@@ -60,12 +70,18 @@ class StepLoop:
         """Whether no step is under way, and nothing that one has brought is left to tell."""
         return self._under_way is None and not self._changed
 
+    def arrived(self) -> None:
+        """Note that a request has come."""
+        self._steps_to_wait = self.patience
+
     def step(self, tracked: Mapping[str, RequestState]) -> list[RequestState]:
         """Dispatch the next step, if there is anything to compute, and take in those whose tokens
         are needed now; returns the requests that changed.
 
         tracked  the unfinished requests by id
         """
+        plans_ahead = self._overlap and not self._steps_to_wait
+        self._steps_to_wait = max(0, self._steps_to_wait - 1)
         before, self._under_way = self._under_way, None
         if before is not None and all(s.finish_reason for s in before.plan.sequences):
             before = None  # surplus rows alone: nobody is to suffer from how they fare
@@ -79,7 +95,7 @@ class StepLoop:
         if before is not None:
             self._take_in(before, tracked, is_timed=is_timed)
         now = self._under_way
-        if now is not None and (not self._overlap or plan.needs_tokens):
+        if now is not None and (not plans_ahead or plan.needs_tokens):
             self._under_way = None
             self._take_in(now, tracked, is_timed=True)
         changed, self._changed = self._changed, {}

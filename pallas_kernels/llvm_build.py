@@ -298,11 +298,15 @@ def _build_entry(
             builder.atomic_rmw("sub", _counter(builder, shared, _USERS), I64(1), "seq_cst")
             _call_api(builder, api, _DESTROY_ERROR, [error])
     builder.call(work, [shared])  # lets go once
-    wait, ready = (handler.append_basic_block(name) for name in ("wait", "ready"))
+    wait, rest, ready = (handler.append_basic_block(name) for name in ("wait", "rest", "ready"))
     builder.branch(wait)
     builder.position_at_end(wait)
     finished = builder.load_atomic(_counter(builder, shared, _DONE), "acquire", 8)
-    builder.cbranch(builder.icmp_signed("<", finished, num_units), wait, ready)
+    builder.cbranch(builder.icmp_signed("<", finished, num_units), rest, ready)
+    builder.position_at_end(rest)
+    # A helper is at its last unit. On a busy machine it may need this core for it.
+    builder.call(_external(builder, "sched_yield", I32, []), [])
+    builder.branch(wait)
     builder.position_at_end(ready)
     users = builder.atomic_rmw("sub", _counter(builder, shared, _USERS), I64(1), "seq_cst")
     with builder.if_then(builder.icmp_signed("==", users, I64(1))):

@@ -145,6 +145,35 @@ def test_a_step_is_dispatched_before_the_tokens_of_the_one_before_are_read(make_
             assert log == [step for pair in zip(dispatched, read) for step in pair]
 
 
+def test_who_comes_waits_for_one_step_alone_while_others_keep_coming(make_engine):
+    """The steps until each of some requests has its first token, the one in which it came out of
+    the engine included."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    for patience, waits in ((0, 2), (4, 1)):
+        engine = make_engine()
+        engine._loop.patience = patience
+        engine.add_request([1, 2, 3], params, request_id="0")
+        for _ in range(8):
+            engine.step()
+        found = []
+        for number in range(1, 4):
+            engine.add_request([1, 2, 3], params, request_id=str(number))
+            steps = 0
+            while str(number) not in {out.request_id for out in engine.step()}:
+                steps += 1
+            found.append(steps + 1)
+        # The first of them finds a step that was planned ahead when nobody had come for long.
+        assert found[1:] == [waits, waits], patience
+        # Later all is planned ahead again, and nothing is lost.
+        for _ in range(6):
+            engine.step()
+        assert engine._loop._under_way is not None
+        last = {}
+        while engine.has_unfinished_requests():
+            last |= {out.request_id: out.outputs[0].token_ids for out in engine.step()}
+        assert all(len(tokens) == 30 for tokens in last.values()) and len(last) == 4
+
+
 def test_an_end_that_is_found_out_late_costs_one_row_and_no_token(make_engine):
     engine = make_engine()
     ask = SamplingParams(temperature=1, seed=1, max_tokens=12, ignore_eos=True)

@@ -473,6 +473,7 @@ def test_engine_flags_reach_the_llm(run, loaded, tmp_path):
         "preemption_mode": "swap",
         "scheduling_policy": "priority",
         "tensor_parallel_size": 2,
+        "max_decode_steps": 3,
         "attention_backend": "xla",
         "compilation_cache_dir": str(tmp_path / "cache"),
         "seed": 7,
