@@ -43,9 +43,10 @@ class EngineConfig:
         overlap: plan and dispatch a step while the one before it runs (on a CPU not while requests
             keep coming, which would wait for it). Steps are cut differently then, which tokens do
             not depend on (but for ties, and in float32).
-        max_decode_steps: most decode steps in one call of the device (>= 1), while no request comes
-            or ends: the host's share of a step shrinks, and a request that comes meanwhile waits
-            for all of them. Has a program of its own for each bucket of decodes.
+        max_decode_steps: most decode steps in one call of the device (>= 1), while nobody who could
+            run waits: the host's share of a step shrinks, and a request that comes meanwhile waits
+            for all of them. They end where a sequence reaches its length or a stop token (stop
+            strings are found afterwards). Takes a program more for each bucket of decodes.
         batch_invariant: a request's log-probabilities are bitwise the same whatever else is in the
             batch, and however it was scheduled, preempted or cached. Slower.
         compilation_cache_dir: folder of JAX's persistent compilation cache, or None for none.

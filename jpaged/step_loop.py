@@ -37,8 +37,9 @@ class StepLoop:
 
     What is planned ahead also makes an arrival wait for one step more: its own comes after the one
     that is under way and the one that is planned. Where steps are long and the host's part of them
-    is small, as on a CPU, that is a bad bargain while requests keep coming, so after an arrival
-    `patience` steps are not planned ahead.
+    is small, as on a CPU, that is a bad bargain while requests keep coming, so of the `patience`
+    steps after an arrival none is planned before the one that is under way has been taken in (the
+    first of them finds what was planned before the arrival).
 
     Attributes:
         costs: told how long prefills take, or None.
@@ -119,11 +120,13 @@ class StepLoop:
     ) -> None:
         """Wait for a plan's tokens and hand them on, one step after another."""
         plan, result, dispatched = done
+        is_one_step = plan.num_steps == 1
         with self._careful():
             tokens = result.tokens(plan.num_sampled)
-            if plan.num_steps > 1 and (ran := result.num_steps()) < plan.num_steps:
+            if not is_one_step and (ran := result.num_steps()) < plan.num_steps:
                 self._scheduler.end_early(plan, ran)
-            if any(s.request.sampling_params.prompt_logprobs is not None for s in plan.sequences):
+            wanted = (s.request.sampling_params.prompt_logprobs for s in plan.sequences)
+            if is_one_step and any(best is not None for best in wanted):  # else decodes alone
                 result.wait_for_prompt_logprobs()
         now = time.perf_counter()
         began = max(dispatched, self._taken_in)  # the step before it had the device until then
@@ -131,10 +134,15 @@ class StepLoop:
         is_prefill = plan.num_tokens >= 2 * len(plan.sequences) and not plan.moves
         if self.costs is not None and is_prefill and is_timed:
             self.costs.observe_prefill(plan.num_tokens, now - began)
-        self._hand_on(plan, tokens, result, 0, tracked)
-        collect_prompt_logprobs(plan, result, tracked)
-        for step in range(1, plan.num_steps):
-            self._hand_on(plan, result.tokens(plan.num_sampled, step), result, step, tracked)
+        if is_one_step:
+            self._hand_on(plan, tokens, result, 0, tracked)
+            collect_prompt_logprobs(plan, result, tracked)
+        else:
+            # Whatever breaks off in between: tokens that are not handed on must not stay pending.
+            with self._careful():
+                for step in range(plan.num_steps):
+                    tokens = result.tokens(plan.num_sampled, step)
+                    self._hand_on(plan, tokens, result, step, tracked)
         if plan.needs_tokens:
             for sequence in plan.sequences[: plan.num_sampled]:
                 beams = tracked.get(sequence.request.request_id)

@@ -1,7 +1,8 @@
-"""The backend for CPUs: decode rows by a kernel that LLVM compiles for the machine at hand, all
-else as the xla backend does it."""
+"""The backend for CPUs: attention of decode rows by a kernel that LLVM compiles for the machine at
+hand, all else of these operators as the xla backend does it."""
 
 import importlib.util
+import sys
 
 from pallas_kernels import xla_attention
 from pallas_kernels.arguments import Attention
@@ -31,6 +32,16 @@ __all__ = [
 CHUNK = 128  # keys in a chunk of the softmax, about: whole blocks
 # Scores of a chunk, of all query heads that share a KV head: they lie on a thread's stack.
 _MOST_SCORES = 1 << 16
+_MOST_SUMS = 1 << 14  # floats of all query heads that share a KV head: loops over them are unrolled
+
+
+def missing() -> str | None:
+    """What this Python lacks to compile kernels, in words, or None."""
+    if sys.platform == "win32":
+        return "Windows"
+    if importlib.util.find_spec("llvmlite") is None:
+        return "a Python without llvmlite"
+    return None
 
 
 def unsupported(case: Case, target: Target) -> str | None:
@@ -46,9 +57,9 @@ def unsupported(case: Case, target: Target) -> str | None:
         return f"head dims that are no multiple of 4 (got {case.head_dim})"
     if (case.group or 1) * max(case.block_size or 1, CHUNK) > _MOST_SCORES:
         return f"groups of {case.group} with blocks of {case.block_size}"
-    if importlib.util.find_spec("llvmlite") is None:
-        return "a Python without llvmlite"
-    return None
+    if (case.group or 1) * (case.head_dim or 1) > _MOST_SUMS:
+        return f"groups of {case.group} with head dims of {case.head_dim}"
+    return missing()
 
 
 def paged_attention(arguments: Attention):

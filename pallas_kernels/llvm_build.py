@@ -1,4 +1,5 @@
-"""Building a function of LLVM IR, and calling it from XLA: what `llvm_decode` is written with.
+"""Building a function of LLVM IR, and calling it from XLA: what the kernels for CPUs are written
+with.
 
 Variables live on the stack (`Variable`); LLVM's optimiser puts them in registers. Loops are `with`
 blocks. A function built here is a handler of XLA's foreign function interface (FFI), which finds
@@ -286,7 +287,8 @@ def _build_entry(
 
     api, context = _field(builder, frame, _API, POINTER), _field(builder, frame, _CONTEXT, POINTER)
     num_threads = _stack(builder, I64, [I64(1)])
-    _call_api(builder, api, _NUM_THREADS, [context, builder.bitcast(num_threads, POINTER)])
+    error = _call_api(builder, api, _NUM_THREADS, [context, builder.bitcast(num_threads, POINTER)])
+    _forget_error(builder, api, error)  # there is this thread alone, then
     helpers = builder.sub(builder.load(num_threads), I64(1))
     helpers = smaller(builder, smaller(builder, helpers, wanted), builder.sub(num_units, I64(1)))
     helpers = larger(builder, helpers, I64(0))
@@ -296,7 +298,7 @@ def _build_entry(
         error = _call_api(builder, api, _SCHEDULE, [context, task, shared])
         with builder.if_then(builder.icmp_unsigned("!=", error, POINTER(None))):
             builder.atomic_rmw("sub", _counter(builder, shared, _USERS), I64(1), "seq_cst")
-            _call_api(builder, api, _DESTROY_ERROR, [error])
+        _forget_error(builder, api, error)
     builder.call(work, [shared])  # lets go once
     wait, rest, ready = (handler.append_basic_block(name) for name in ("wait", "rest", "ready"))
     builder.branch(wait)
@@ -325,6 +327,11 @@ def _stack(builder: ir.IRBuilder, kind: ir.Type, values: list[ir.Value]) -> ir.V
     for i, value in enumerate(values):
         builder.store(value, builder.gep(place, [I64(i)]))
     return place
+
+
+def _forget_error(builder: ir.IRBuilder, api: ir.Value, error: ir.Value) -> None:
+    with builder.if_then(builder.icmp_unsigned("!=", error, POINTER(None))):
+        _call_api(builder, api, _DESTROY_ERROR, [error])
 
 
 def _call_api(

@@ -289,8 +289,10 @@ def decode(call: Call, is_decode: jax.Array) -> State:
         call.q.dtype.name,
     )
     high = jnp.where(is_decode, call.context_lens, 0)
-    low = jnp.minimum(call.first_visible(call.context_lens - 1), high)
-    num_floats = (high - low).sum() * (2 * call.num_kv_heads * call.head_dim)
+    # A window may be of any integer type.
+    low = jnp.minimum(call.first_visible(call.context_lens - 1), high).astype(jnp.int32)
+    num_tokens = (high - low).sum(dtype=jnp.float32)  # whose numbers int32 may not hold
+    num_floats = num_tokens * (2 * call.num_kv_heads * call.head_dim)
     helpers = jnp.where(num_floats < _FLOATS_ALONE, 0, jnp.iinfo(jnp.int32).max)
     units = jnp.stack([jnp.int32(num_sequences * call.num_kv_heads), helpers.astype(jnp.int32)])
     scalars = jnp.stack([call.first_row, jnp.int32(call.num_blocks - 1), jnp.int32(num_columns)])
@@ -300,7 +302,7 @@ def decode(call: Call, is_decode: jax.Array) -> State:
         jax.ShapeDtypeStruct((num_sequences, num_heads), jnp.float32),
         jax.ShapeDtypeStruct((num_sequences, num_heads, call.head_dim), jnp.float32),
     )
-    run = jax.ffi.ffi_call(kernel(sizes).name, shapes)
+    run = jax.ffi.ffi_call(kernel(sizes).name, shapes, vmap_method="sequential")
     return State(
         *run(
             units, call.q, call.rows, call.block_tables, call.query_starts, low, high, scalars,

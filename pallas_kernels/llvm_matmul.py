@@ -216,5 +216,6 @@ def multiply(
     name = kernel(Product(rows, x.dtype.name, in_pairs)).name
     helpers = 0 if depth * width < _ALONE else jnp.iinfo(jnp.int32).max
     numbers = [jnp.asarray(n, jnp.int32) for n in (depth, width, layer, num_rows // rows)]
-    run = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((num_rows, width), jnp.float32))
+    shape = jax.ShapeDtypeStruct((num_rows, width), jnp.float32)
+    run = jax.ffi.ffi_call(name, shape, vmap_method="sequential")
     return run(jnp.array([width // COLUMNS, helpers], jnp.int32), jnp.stack(numbers), x, w)

@@ -1,7 +1,6 @@
 """Products of few rows with the stacked weights of a model's layers."""
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
+from pallas_kernels import llvm
 from pallas_kernels.devices import tracing_target
 
 # Most rows for which the kernel is faster than XLA's product (measured, BUILD_NOTES.md).
@@ -22,7 +22,7 @@ def has_kernel(num_rows: int, shape: Sequence[int], dtype: DTypeLike) -> bool:
     [L, E, *out], traced now: on a CPU, where the kernel is faster than what XLA does."""
     if tracing_target().platform != "cpu" or jnp.dtype(dtype).name not in _MOST_ROWS:
         return False
-    if importlib.util.find_spec("llvmlite") is None or not (num_rows == 1 or num_rows % 8 == 0):
+    if llvm.missing() is not None or not (num_rows == 1 or num_rows % 8 == 0):
         return False
     from pallas_kernels import llvm_matmul
 
@@ -51,10 +51,24 @@ def stacked_product(
     Args:
         x: Rows, of the weights' dtype: float32 or bfloat16.
         weights: The weights of all layers.
-        layer: Which of them; may be traced.
+        layer: Which of them; may be traced. One outside is the nearest.
+
+    Raises:
+        TypeError: x is not of the weights' dtype.
+        ValueError: There is no kernel for these shapes.
     """
     from pallas_kernels import llvm_matmul
 
+    # The kernel reads what it is told is there.
+    if x.dtype != weights.dtype:
+        raise TypeError(f"x must be {weights.dtype.name} like the weights, got {x.dtype.name}")
+    if x.ndim != 2 or weights.ndim < 3 or x.shape[1] != weights.shape[1]:
+        raise ValueError(
+            f"x must be [T, {weights.shape[1]}] to go with weights {weights.shape}, got {x.shape}"
+        )
+    if not has_kernel(x.shape[0], weights.shape, weights.dtype):
+        raise ValueError(f"there is no kernel for {x.shape} and {weights.dtype} {weights.shape}")
+    layer = jnp.clip(jnp.asarray(layer, jnp.int32), 0, weights.shape[0] - 1)
     outputs = weights.shape[2:]
     flat = weights.reshape(*weights.shape[:2], -1)
     return llvm_matmul.multiply(x, flat, layer).reshape(x.shape[0], *outputs)

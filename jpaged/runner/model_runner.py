@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -43,6 +45,19 @@ BATCH_INVARIANT_TILE = 32
 # The sampling program is compiled for these numbers of rows too, beside the most. On a CPU that
 # spares steps of few sequences a head of 32 rows: at 8 it only reads the weights.
 _SAMPLING_ROWS = {"cpu": (8, 16), "gpu": (32, 128)}
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Python's garbage collector off. Tracing makes a great many objects that stay: what it looks
+    for is not among them, and looking takes a tenth of a start from the cache."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _temporary_bytes(program: jax.stages.Compiled) -> int:
@@ -331,6 +346,11 @@ class ModelRunner:
         progress  draw a bar on standard error
         """
         began = time.perf_counter()
+        with _without_collections():
+            self._compile_all(progress)
+        return time.perf_counter() - began
+
+    def _compile_all(self, progress: bool) -> None:
         self._set_bias = self._compile_set_bias()
         # The largest first: they take longest, so they should not be the last ones running.
         jobs: dict[Future, tuple[dict, Any]] = {}
@@ -360,7 +380,6 @@ class ModelRunner:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        return time.perf_counter() - began
 
     def set_bias(self, slot: int, row: Float[np.ndarray, " V"]) -> None:
         """Put a request's logit bias into its row of the bias table: once a request, not a step."""

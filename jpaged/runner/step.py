@@ -167,7 +167,8 @@ def decode_steps(
     tile: int,
 ) -> tuple[Array, Array, Int[Array, "most_steps R W"], Int[Array, " slots"]]:
     """Several decode steps of the same sequences: `batch.num_steps` of them, at most `most_steps`,
-    and none after a step in which a sequence sampled one of its stop tokens.
+    and none after a step in which a sequence sampled one of its stop tokens (of the first
+    len(STOP_TOKENS) of them).
 
     batch  decodes alone: one token of each of the first num_sampled rows. Its block tables name
            blocks for the tokens of all steps.

@@ -26,6 +26,7 @@ def make_requests(rng: np.random.Generator) -> list[tuple[list[int], SamplingPar
             {"temperature": 1.0, "top_k": 8, "stop_token_ids": STOP_TOKENS},
             {"temperature": 0.9, "top_k": 8, "repetition_penalty": 1.3, "presence_penalty": 0.5},
             {"temperature": 1.0, "top_k": 8, "stop": ["e", "a"], "seed": 5, "logprobs": 1},
+            {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 1},
             {"temperature": 1.0, "top_k": 8, "n": 3, "stop_token_ids": STOP_TOKENS},
             {"beam_width": 3, "max_tokens": 4},
         ]
@@ -237,6 +238,30 @@ def test_a_call_that_fails_costs_its_own_tokens_alone(make_engine):
                 engine.scheduler.check_integrity()
         assert outputs[-1].outputs[0].token_ids == expected
         assert engine.stats().blocks_used == 0
+
+
+def test_what_breaks_off_between_two_steps_of_a_call_loses_no_token(make_engine, monkeypatch):
+    engine = make_engine(max_decode_steps=8)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
+    expected = serve_one(engine, [1, 2, 3], params).token_ids
+    engine.add_request([1, 2, 3], params)
+    advance, calls = engine._loop._advance, itertools.count(1)
+
+    def failing(*arguments):
+        if next(calls) == 6:
+            raise FloatingPointError
+        advance(*arguments)
+
+    monkeypatch.setattr(engine._loop, "_advance", failing)
+    outputs, failures = [], 0
+    while engine.has_unfinished_requests():
+        try:
+            outputs += engine.step()
+        except FloatingPointError:
+            failures += 1
+            engine.scheduler.check_integrity()
+    assert failures == 1 and outputs[-1].outputs[0].token_ids == expected
+    assert engine.stats().blocks_used == 0
 
 
 def test_blocks_run_out_before_the_steps_do(make_engine):

@@ -355,9 +355,12 @@ def check_end(client: Client, num_requests: int, least: int, is_tie) -> None:
     assert min(counts["forked kept"], counts["forked unfinished"]) >= least
 
 
-@pytest.mark.parametrize("overlap, max_decode_steps", [(False, 1), (True, 1), (True, 4)])
-def test_a_short_soak(make_engine, is_tie, overlap, max_decode_steps):
+@pytest.mark.parametrize(
+    "overlap, max_decode_steps, patience", [(False, 1, 0), (True, 1, 0), (True, 4, 0), (True, 1, 2)]
+)
+def test_a_short_soak(make_engine, is_tie, overlap, max_decode_steps, patience):
     engine = make_soaked_engine(make_engine, overlap=overlap, max_decode_steps=max_decode_steps)
+    engine._loop.patience = patience
     client = Client(engine, num_requests=150, seed=1)
     while client.is_sending or engine.has_unfinished_requests():
         client.step(check=True)

@@ -154,6 +154,16 @@ def test_the_pool_is_read_where_it_lies(bucket_type, make_batch):
     assert memory.temp_size_in_bytes < size / 50
 
 
+def test_a_window_of_any_integer_type(bucket_type, make_batch, assert_close):
+    bucket = bucket_type(**COMMON)
+    batch = make_batch(bucket, [(1, 150), (1, 90), (1, 64)], seed=7)
+    with jax.enable_x64(True):
+        run = partial(pallas_kernels.paged_attention, *batch.arguments, scale=0.4, return_lse=True)
+        window = jnp.int64(19)
+        expected = run(window=window, backend="reference")
+        assert_close(run(window=window, backend="llvm"), expected, "float32")
+
+
 def test_what_has_no_kernel_goes_to_xla_and_is_said_once(caplog, bucket_type, make_batch):
     bucket = bucket_type(**COMMON)
     batch = make_batch(bucket, [(1, 40), (3, 50)], seed=6)
@@ -176,9 +186,12 @@ def test_what_is_refused(monkeypatch):
     assert "groups of 64" in llvm.unsupported(case._replace(group=64, block_size=2048), cpu)
     for feature in ("soft_cap", "alibi_slopes", "batch_invariant"):
         assert llvm.unsupported(case._replace(features=frozenset({feature})), cpu) == feature
+    assert "head dims of 512" in llvm.unsupported(case._replace(group=64, head_dim=512), cpu)
     assert "CPUs" in llvm.unsupported(case, Target("gpu", "NVIDIA H200", 132))
     monkeypatch.setattr(llvm.importlib.util, "find_spec", lambda name: None)
     assert "without llvmlite" in llvm.unsupported(case, cpu)
+    monkeypatch.setattr(llvm.sys, "platform", "win32")
+    assert llvm.unsupported(case, cpu) == "Windows"
 
 
 def test_all_else_is_xla():

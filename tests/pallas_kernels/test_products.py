@@ -26,7 +26,8 @@ def make(shape, num_rows, dtype, seed=0):
 @pytest.mark.parametrize("num_rows", [1, 8, 16, 24, 64])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "bfloat16 widened"])
 def test_is_the_product(shape, num_rows, kind, monkeypatch):
-    """Of one layer; the others are NaN."""
+    """Of one layer; the others are NaN. More rows of bfloat16 than it is fast for."""
+    monkeypatch.setattr(products, "_most_rows", lambda dtype: llvm_matmul.MOST_ROWS)
     if kind == "bfloat16 widened":
         monkeypatch.setattr(llvm_matmul, "multiplies_pairs", lambda: False)
     x, weights = make(shape, num_rows, kind.split()[0])
@@ -40,8 +41,9 @@ def test_is_the_product(shape, num_rows, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_does_not_depend_on_the_others(dtype):
+def test_a_row_does_not_depend_on_the_others(dtype, monkeypatch):
     """To the bit, in any number of rows, with NaN beside it, on any thread."""
+    monkeypatch.setattr(products, "_most_rows", lambda dtype: llvm_matmul.MOST_ROWS)
     x, weights = make((576, 960), 64, dtype)
     whole = np.asarray(multiply(x, weights, 1))
     for num_rows in (1, 8, 32):
@@ -74,6 +76,34 @@ def test_weights_are_read_where_they_lie():
     assert compiled.memory_analysis().temp_size_in_bytes < 512 * 512 * 4 / 4
 
 
+def test_what_does_not_fit_is_refused():
+    x, weights = make((64, 96), 8, "float32")
+    with pytest.raises(TypeError, match=r"^x must be float32 like the weights, got bfloat16$"):
+        stacked_product(x.astype(jnp.bfloat16), weights, 0)
+    for wrong in (x[:, :60], x[0]):
+        with pytest.raises(ValueError, match=r"^x must be \[T, 64\]"):
+            stacked_product(wrong, weights, 0)
+    for num_rows in (3, 12, 72):
+        with pytest.raises(ValueError, match=r"^there is no kernel for"):
+            stacked_product(jnp.zeros((num_rows, 64)), weights, 0)
+    with pytest.raises(ValueError, match=r"^there is no kernel for"):
+        stacked_product(x, weights[:, :, :80], 0)
+
+
+@pytest.mark.parametrize(("layer", "read"), [(-3, 0), (7, 2)])
+def test_a_layer_outside_is_the_nearest(layer, read):
+    x, weights = make((64, 96), 8, "float32")
+    weights = jnp.nan_to_num(weights).at[0].set(1.0).at[2].set(2.0)
+    np.testing.assert_array_equal(multiply(x, weights, layer), multiply(x, weights, read))
+
+
+def test_under_vmap():
+    x, weights = make((64, 96), 8, "float32")
+    both = jax.vmap(lambda x: stacked_product(x, weights, 1))(jnp.stack([x, 2 * x]))
+    np.testing.assert_array_equal(both[0], multiply(x, weights, 1))
+    np.testing.assert_array_equal(both[1], multiply(2 * x, weights, 1))
+
+
 def test_which_products_have_a_kernel(monkeypatch):
     shape = (2, 64, 96)
     assert has_kernel(1, shape, jnp.float32) and has_kernel(64, shape, jnp.float32)
@@ -87,7 +117,7 @@ def test_which_products_have_a_kernel(monkeypatch):
     gpu = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         assert not has_kernel(8, shape, jnp.float32)
-    monkeypatch.setattr(products.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(products.llvm, "missing", lambda: "anything")
     assert not has_kernel(8, shape, jnp.float32)
 
 
