@@ -23,7 +23,7 @@ from jpaged.outputs import RequestOutput
 from jpaged.request_builder import RequestBuilder, check_params
 from jpaged.request_state import RequestState
 from jpaged.runner.attention_backend import log_attention_backend, resolve_attention_backend
-from jpaged.runner.buckets import few_rows, make_buckets, table_width
+from jpaged.runner.buckets import make_buckets, table_width
 from jpaged.runner.compilations import CompilationCounter
 from jpaged.runner.kv_pool import log_pool
 from jpaged.runner.model_runner import BATCH_INVARIANT_TILE, ModelRunner
@@ -135,7 +135,6 @@ class Engine:
                 config.max_num_batched_tokens,
                 min(config.max_num_seqs, config.max_num_batched_tokens),
                 table_width(self.max_model_len, config.block_size),
-                few=() if row_tile else few_rows(platform, dtype),
                 row_tile=row_tile,
             ),
             row_tile=row_tile,

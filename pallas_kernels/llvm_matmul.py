@@ -132,7 +132,7 @@ def _multiply(
     """COLUMNS columns of x @ w[layer]."""
     b, products = builder, _Products(sizes, builder)
     _, numbers, x, w, y = arrays
-    depth, width, layer, num_blocks = (read_int(b, numbers, I64(i)) for i in range(4))
+    depth, width, layer, num_blocks, num_live = (read_int(b, numbers, I64(i)) for i in range(5))
     parts = COLUMNS // _LANES
     matrix = b.add(b.mul(layer, b.mul(depth, width)), b.mul(unit, I64(COLUMNS)))
     with b.goto_entry_block():
@@ -143,12 +143,12 @@ def _multiply(
         return at(b, kept, b.add(b.mul(index, I64(parts)), I64(part)), products.floats)
 
     pairs = [(row, part) for row in range(sizes.rows) for part in range(parts)]
-    with loop(b, I64(0), num_blocks) as block:
+    with loop(b, I64(0), num_blocks) as block:  # those that are not live stay 0
         for pair in pairs:
             b.store(products.constant(0.0), place(block, *pair))
     with loop(b, I64(0), depth, _DEPTH) as first:
         last = smaller(b, b.add(first, I64(_DEPTH)), depth)
-        with loop(b, I64(0), num_blocks) as block:
+        with loop(b, I64(0), num_live) as block:
             sums = {pair: Variable(b, b.load(place(block, *pair))) for pair in pairs}
             begin = b.mul(b.mul(block, I64(sizes.rows)), depth)
             reads_first = b.icmp_signed("==", block, I64(0))
@@ -206,16 +206,20 @@ def kernel(sizes: Product) -> Handler:
 
 
 def multiply(
-    x: Float[Array, "T E"], w: Float[Array, "L E F"], layer: Int[Array, ""] | int
+    x: Float[Array, "T E"],
+    w: Float[Array, "L E F"],
+    layer: Int[Array, ""] | int,
+    num_live: Int[Array, ""] | int,
 ) -> Float[Array, "T F"]:
-    """Return float32 x @ w[layer], read in the stack. T is at most MOST_ROWS, and 1 or a multiple
-    of 8; E is a multiple of UNROLL, F of COLUMNS."""
+    """Return float32 x @ w[layer], read in the stack, of the first num_live rows; others may be 0.
+    T is at most MOST_ROWS, and 1 or a multiple of 8; E is a multiple of UNROLL, F of COLUMNS."""
     num_rows, depth = x.shape
     rows, width = (1 if num_rows == 1 else _ROWS), w.shape[2]
     in_pairs = x.dtype == jnp.bfloat16 and multiplies_pairs()
     name = kernel(Product(rows, x.dtype.name, in_pairs)).name
     helpers = 0 if depth * width < _ALONE else jnp.iinfo(jnp.int32).max
-    numbers = [jnp.asarray(n, jnp.int32) for n in (depth, width, layer, num_rows // rows)]
+    live = jnp.clip((jnp.asarray(num_live, jnp.int32) + rows - 1) // rows, 0, num_rows // rows)
+    numbers = [jnp.asarray(n, jnp.int32) for n in (depth, width, layer, num_rows // rows, live)]
     shape = jax.ShapeDtypeStruct((num_rows, width), jnp.float32)
     run = jax.ffi.ffi_call(name, shape, vmap_method="sequential")
     return run(jnp.array([width // COLUMNS, helpers], jnp.int32), jnp.stack(numbers), x, w)

@@ -41,7 +41,10 @@ def _most_rows(dtype: str) -> int:
 
 
 def stacked_product(
-    x: Float[Array, "T E"], weights: Float[Array, "L E ..."], layer: int | Int32[Array, ""]
+    x: Float[Array, "T E"],
+    weights: Float[Array, "L E ..."],
+    layer: int | Int32[Array, ""],
+    num_live: int | Int32[Array, ""] | None = None,
 ) -> Float32[Array, "T ..."]:
     """x @ weights[layer], which is read where it lies, where `has_kernel` says so.
 
@@ -52,6 +55,8 @@ def stacked_product(
         x: Rows, of the weights' dtype: float32 or bfloat16.
         weights: The weights of all layers.
         layer: Which of them; may be traced. One outside is the nearest.
+        num_live: How many of the first rows count, all if None; may be traced. The others' results
+            are theirs or 0.
 
     Raises:
         TypeError: x is not of the weights' dtype.
@@ -71,4 +76,5 @@ def stacked_product(
     layer = jnp.clip(jnp.asarray(layer, jnp.int32), 0, weights.shape[0] - 1)
     outputs = weights.shape[2:]
     flat = weights.reshape(*weights.shape[:2], -1)
-    return llvm_matmul.multiply(x, flat, layer).reshape(x.shape[0], *outputs)
+    num_live = x.shape[0] if num_live is None else num_live
+    return llvm_matmul.multiply(x, flat, layer, num_live).reshape(x.shape[0], *outputs)

@@ -52,7 +52,7 @@ class Linear(nnx.Module):
         if isinstance(kernel, LayerOf) and x.dtype == kernel.stack.dtype:
             y = stacked_product(x, *kernel)
         elif isinstance(kernel, LayerOf):  # a layer of mixed types
-            y = _product(x, lax.dynamic_index_in_dim(*kernel, keepdims=False))
+            y = _product(x, lax.dynamic_index_in_dim(kernel.stack, kernel.layer, keepdims=False))
         else:
             y = _product(x, kernel)
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
@@ -64,6 +64,7 @@ class LayerOf(NamedTuple):
 
     stack: Float[Array, "L E ..."]
     layer: Int[Array, ""]
+    num_live: Int[Array, ""]  # rows that count, the first ones
 
 
 def _product(x: Float[Array, "T in"], kernel: Float[Array, "in ..."]) -> Float[Array, "T ..."]:

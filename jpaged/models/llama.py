@@ -191,6 +191,7 @@ class Llama(nnx.Module):
 
         rope = rotation(positions, self.config.rope, self.config.head_dim)
         x = self.embedding(token_ids)
+        live = jnp.arange(x.shape[0]) < query_starts[-1]
         plan = None
         if row_tile is None:
             plan = plan_attention(
@@ -218,12 +219,21 @@ class Llama(nnx.Module):
         def step(carry, xs):
             x, kv_pool = carry
             layer, own = xs
-            own = [
-                LayerOf(leaf, layer) if whole else mine
-                for leaf, whole, mine in zip(leaves, in_stack, own)
-            ]
-            block: DecoderLayer = nnx.merge(graphdef, jax.tree.unflatten(treedef, own))
-            q, k, v = by_row(block.before, x, *rope)
+
+            def block(live) -> DecoderLayer:
+                mine = [
+                    LayerOf(leaf, layer, live.sum(dtype=jnp.int32)) if whole else one
+                    for leaf, whole, one in zip(leaves, in_stack, own)
+                ]
+                return nnx.merge(graphdef, jax.tree.unflatten(treedef, mine))
+
+            def before(x, cos, sin, live):
+                return block(live).before(x, cos, sin)
+
+            def after(x, attended, live):
+                return block(live).after(x, attended)
+
+            q, k, v = by_row(before, x, *rope, live)
             kv_pool = write_kv(kv_pool, layer, k, v, slot_mapping, backend=backend)
             attended = paged_attention(
                 q,
@@ -237,7 +247,7 @@ class Llama(nnx.Module):
                 plan=plan,
                 backend=backend,
             )
-            return (by_row(block.after, x, attended), kv_pool), None
+            return (by_row(after, x, attended, live), kv_pool), None
 
         numbers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
         (x, kv_pool), _ = lax.scan(step, (x, kv_pool), (numbers, stacked))

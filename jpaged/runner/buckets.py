@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
-from jaxtyping import DTypeLike
-
-# Rows are padded to a multiple of 8, except in the buckets for fewer.
+# Rows are padded to a multiple of 8: fewer take as long, which is what reading the weights takes.
 _ROWS = 8
 # Block tables are read in column groups of this many blocks, so their width is a multiple of it.
 TABLE_GROUP = 16
@@ -35,15 +32,6 @@ def table_width(max_model_len: int, block_size: int) -> int:
     return round_up(-(-max_model_len // block_size), TABLE_GROUP)
 
 
-def few_rows(platform: str, dtype: DTypeLike) -> tuple[int, ...]:
-    """Token counts below 8 whose bucket pays for its compilation (measured, BUILD_NOTES.md).
-
-    One row of float32 takes 15 % less time than eight. With one row of bfloat16 XLA's CPU takes ten
-    times as long for the head as with two.
-    """
-    return (1,) if platform == "cpu" and dtype == jnp.float32 else ()
-
-
 def _token_counts(largest: int) -> list[int]:
     """8, 16, 24, 32, 48, 64, 96, ...: steps of at most 1.5x, so padding wastes a third at worst."""
     counts = [_ROWS, 16, 24]
@@ -59,7 +47,6 @@ def make_buckets(
     max_num_seqs: int,
     max_blocks_per_sequence: int,
     *,
-    few: tuple[int, ...] = (),
     row_tile: int | None = None,
 ) -> list[Bucket]:
     """All buckets that serving with these limits can need, smallest first.
@@ -67,11 +54,11 @@ def make_buckets(
     A step never holds more sequences than tokens, and neither attention nor sampling works for an
     empty row, so S follows from T instead of multiplying the number of buckets.
     `max_blocks_per_sequence` is a multiple of TABLE_GROUP. T and S are multiples of `row_tile`,
-    else of 8 but for the token counts `few` (`few_rows`).
+    else of 8.
     """
     multiple = row_tile or _ROWS
     counts = _token_counts(round_up(max_num_batched_tokens, multiple))
-    tokens = sorted({round_up(count, multiple) for count in counts} | set(few))
+    tokens = sorted({round_up(count, multiple) for count in counts})
     most_sequences = round_up(max_num_seqs, multiple)
     widths = [max_blocks_per_sequence]
     while widths[0] > _ONE_WIDTH_BLOCKS:

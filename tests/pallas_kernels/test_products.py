@@ -56,6 +56,17 @@ def test_a_row_does_not_depend_on_the_others(dtype, monkeypatch):
     assert np.isnan(np.asarray(poisoned)[3::5]).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_that_are_not_live_cost_nothing_and_change_nothing(dtype):
+    x, weights = make((68, 96), 32, dtype)
+    whole = np.asarray(multiply(x, weights, 1))
+    for num_live in (0, 1, 7, 8, 9, 31, 32, 40):
+        got = np.asarray(multiply(x, weights, 1, jnp.int32(num_live)))
+        np.testing.assert_array_equal(got[:num_live], whole[:num_live])
+        rest = got[-(-num_live // 8) * 8 :]
+        np.testing.assert_array_equal(rest, np.zeros_like(rest))
+
+
 def test_outputs_of_several_axes():
     x, weights = make((64, 128), 8, "float32")
     got = multiply(x, weights.reshape(3, 64, 2, 4, 16), 1)

@@ -1,11 +1,9 @@
-import jax.numpy as jnp
 import pytest
 
 from jpaged.runner.buckets import (
     TABLE_GROUP,
     choose_bucket,
     decode_buckets,
-    few_rows,
     make_buckets,
     table_width,
 )
@@ -14,10 +12,9 @@ from jpaged.runner.buckets import (
 @pytest.mark.parametrize("tokens", [1, 8, 9, 31, 64, 100, 2048, 8192])
 @pytest.mark.parametrize("sequences", [1, 7, 256])
 @pytest.mark.parametrize("blocks", [16, 512, 8192])
-@pytest.mark.parametrize("few", [(), (1,)])
-def test_every_step_within_the_limits_has_a_bucket(tokens, sequences, blocks, few):
-    buckets = make_buckets(tokens, sequences, blocks, few=few)
-    assert len(set(buckets)) == len(buckets) <= 60 + 3 * len(few)
+def test_every_step_within_the_limits_has_a_bucket(tokens, sequences, blocks):
+    buckets = make_buckets(tokens, sequences, blocks)
+    assert len(set(buckets)) == len(buckets) <= 60
     for count in {1, 2, tokens // 2 or 1, tokens}:
         for rows in {1, min(count, sequences)}:
             for width in {1, blocks}:
@@ -38,19 +35,10 @@ def test_dimensions_are_multiples_of_eight():
     assert all(b.tokens % 8 == 0 and b.sequences % 8 == 0 for b in make_buckets(5, 3, 16))
 
 
-def test_one_row_of_float32_on_a_cpu_has_a_bucket_of_its_own():
-    assert few_rows("cpu", jnp.float32) == (1,)
-    assert few_rows("cpu", jnp.bfloat16) == few_rows("gpu", jnp.float32) == ()
-    more, buckets = (make_buckets(64, 32, 2048, few=few) for few in ((1,), ()))
-    assert set(more) - set(buckets) == {(1, 1, 512), (1, 1, 2048)}
-    assert choose_bucket(more, 1, 1, 3) == (1, 1, 512)
-    assert choose_bucket(more, 2, 1, 3) == (8, 8, 512)
-
-
 @pytest.mark.parametrize("sequences", [1, 7, 100, 256])
 @pytest.mark.parametrize("blocks", [16, 8192])
 def test_decodes_find_their_bucket_among_the_decode_buckets(sequences, blocks):
-    buckets = make_buckets(2048, sequences, blocks, few=(1,))
+    buckets = make_buckets(2048, sequences, blocks)
     chosen = {
         choose_bucket(buckets, count, count, width)
         for count in range(1, sequences + 1)
@@ -62,8 +50,7 @@ def test_decodes_find_their_bucket_among_the_decode_buckets(sequences, blocks):
 
 
 def test_default_settings_need_few_buckets():
-    few = few_rows("cpu", jnp.float32)
-    assert len(make_buckets(2048, 256, table_width(8192, 16), few=few)) <= 17
+    assert len(make_buckets(2048, 256, table_width(8192, 16))) <= 16
 
 
 def test_table_width_is_a_multiple_of_the_group():

@@ -38,7 +38,7 @@ def test_the_script(steps, run_benchmark, tmp_path):
     assert code == 0, err
     result = json.loads(target.read_text())
     buckets = [(row["tokens"], row["sequences"]) for row in result["buckets"]]
-    assert buckets == [(1, 1), (8, 8), (16, 8)]
+    assert buckets == [(8, 8), (16, 8)]
     assert ["chunk_in_next_ms" in row for row in result["buckets"]] == [True, True, False]
     cases = [(row["engine"], row["contexts"]) for row in result["contexts"]]
     assert len(cases) == len(set(cases)) == 9
