@@ -204,7 +204,10 @@ def test_a_step_on_an_h200(model, bucket, backend):
 def test_several_decode_steps_on_an_h200(backend):
     num_blocks = POOL_BYTES // (2 * math.prod(pool_shape(LLAMA_3_8B, 1)))
     pool, bucket = pool_shape(LLAMA_3_8B, num_blocks), BUCKETS["decodes"]
-    compiled = compile_step(LLAMA_3_8B, bucket, num_blocks, backend, num_steps=8)
+    try:
+        compiled = compile_step(LLAMA_3_8B, bucket, num_blocks, backend, num_steps=8)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
     # The sampler works on the logits of all rows, in float32 and several copies.
     sampler = 8 * 4 * bucket.sequences * LLAMA_3_8B.vocab_size
     assert compiled.temp_bytes < temporary_bytes(LLAMA_3_8B, bucket) + sampler
