@@ -222,13 +222,18 @@ def _build_work(
     builder.atomic_rmw("add", _counter(builder, shared, _DONE), I64(1), "seq_cst")
     builder.branch(take)
     builder.position_at_end(leave)
+    _let_go(builder, shared)
+    builder.branch(done)
+    builder.position_at_end(done)
+    builder.ret_void()
+
+
+def _let_go(builder: ir.IRBuilder, shared: ir.Value) -> None:
+    """One user fewer; the last one frees what they share."""
     users = builder.atomic_rmw("sub", _counter(builder, shared, _USERS), I64(1), "seq_cst")
     with builder.if_then(builder.icmp_signed("==", users, I64(1))):
         free = _external(builder, "free", ir.VoidType(), [POINTER])
         builder.call(free, [shared])
-    builder.branch(done)
-    builder.position_at_end(done)
-    builder.ret_void()
 
 
 def _external(
@@ -310,10 +315,7 @@ def _build_entry(
     builder.call(_external(builder, "sched_yield", I32, []), [])
     builder.branch(wait)
     builder.position_at_end(ready)
-    users = builder.atomic_rmw("sub", _counter(builder, shared, _USERS), I64(1), "seq_cst")
-    with builder.if_then(builder.icmp_signed("==", users, I64(1))):
-        free = _external(builder, "free", ir.VoidType(), [POINTER])
-        builder.call(free, [shared])
+    _let_go(builder, shared)
     builder.branch(done)
 
     builder.position_at_end(done)
