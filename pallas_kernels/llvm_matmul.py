@@ -35,7 +35,7 @@ from pallas_kernels.llvm_build import (
 )
 
 _LANES = 16
-_ROWS = 8  # rows of x that are worked on at once, if there are several
+ROWS = 8  # rows of x that are worked on at once
 COLUMNS = 32  # of x @ w, in a unit
 # Rows of w that all rows of x are multiplied by before the next ones are read: those of a unit stay
 # in the nearest cache.
@@ -50,7 +50,6 @@ _ALONE = 1 << 15
 class Product(NamedTuple):
     """What a kernel is compiled for."""
 
-    rows: int  # of x that are worked on at once
     dtype: str  # of x and of the matrix
     in_pairs: bool  # whether bfloat16 is multiplied in pairs
 
@@ -139,10 +138,10 @@ def _multiply(
         kept = b.alloca(products.floats, MOST_ROWS * parts)
 
     def place(block, row, part):
-        index = b.add(b.mul(block, I64(sizes.rows)), I64(row))
+        index = b.add(b.mul(block, I64(ROWS)), I64(row))
         return at(b, kept, b.add(b.mul(index, I64(parts)), I64(part)), products.floats)
 
-    pairs = [(row, part) for row in range(sizes.rows) for part in range(parts)]
+    pairs = [(row, part) for row in range(ROWS) for part in range(parts)]
     with loop(b, I64(0), num_blocks) as block:  # those that are not live stay 0
         for pair in pairs:
             b.store(products.constant(0.0), place(block, *pair))
@@ -150,7 +149,7 @@ def _multiply(
         last = smaller(b, b.add(first, I64(_DEPTH)), depth)
         with loop(b, I64(0), num_live) as block:
             sums = {pair: Variable(b, b.load(place(block, *pair))) for pair in pairs}
-            begin = b.mul(b.mul(block, I64(sizes.rows)), depth)
+            begin = b.mul(b.mul(block, I64(ROWS)), depth)
             reads_first = b.icmp_signed("==", block, I64(0))
             with loop(b, first, last, UNROLL) as start:
                 for step in range(0, UNROLL, products.step):
@@ -159,7 +158,7 @@ def _multiply(
                     with b.if_then(reads_first):
                         _ask(products, w, matrix, k, depth, width)
                     loaded = products.columns(w, here, width)
-                    for row in range(sizes.rows):
+                    for row in range(ROWS):
                         index = b.add(b.add(begin, b.mul(I64(row), depth)), k)
                         factor = products.factor(x, index)
                         for part in range(parts):
@@ -169,7 +168,7 @@ def _multiply(
                 b.store(total.get(), place(block, *pair))
     with loop(b, I64(0), num_blocks) as block:
         for row, part in pairs:
-            line = b.mul(b.add(b.mul(block, I64(sizes.rows)), I64(row)), width)
+            line = b.mul(b.add(b.mul(block, I64(ROWS)), I64(row)), width)
             index = b.add(b.add(line, b.mul(unit, I64(COLUMNS))), I64(part * _LANES))
             spot = b.bitcast(at(b, y, index, F32), products.floats.as_pointer())
             b.store(b.load(place(block, row, part)), spot, align=4)
@@ -212,14 +211,14 @@ def multiply(
     num_live: Int[Array, ""] | int,
 ) -> Float[Array, "T F"]:
     """Return float32 x @ w[layer], read in the stack, of the first num_live rows; others may be 0.
-    T is at most MOST_ROWS, and 1 or a multiple of 8; E is a multiple of UNROLL, F of COLUMNS."""
+    T is a multiple of ROWS and at most MOST_ROWS; E is a multiple of UNROLL, F of COLUMNS."""
     num_rows, depth = x.shape
-    rows, width = (1 if num_rows == 1 else _ROWS), w.shape[2]
+    width = w.shape[2]
     in_pairs = x.dtype == jnp.bfloat16 and multiplies_pairs()
-    name = kernel(Product(rows, x.dtype.name, in_pairs)).name
+    name = kernel(Product(x.dtype.name, in_pairs)).name
     helpers = 0 if depth * width < _ALONE else jnp.iinfo(jnp.int32).max
-    live = jnp.clip((jnp.asarray(num_live, jnp.int32) + rows - 1) // rows, 0, num_rows // rows)
-    numbers = [jnp.asarray(n, jnp.int32) for n in (depth, width, layer, num_rows // rows, live)]
+    live = jnp.clip((jnp.asarray(num_live, jnp.int32) + ROWS - 1) // ROWS, 0, num_rows // ROWS)
+    numbers = [jnp.asarray(n, jnp.int32) for n in (depth, width, layer, num_rows // ROWS, live)]
     shape = jax.ShapeDtypeStruct((num_rows, width), jnp.float32)
     run = jax.ffi.ffi_call(name, shape, vmap_method="sequential")
     return run(jnp.array([width // COLUMNS, helpers], jnp.int32), jnp.stack(numbers), x, w)

@@ -22,11 +22,15 @@ def has_kernel(num_rows: int, shape: Sequence[int], dtype: DTypeLike) -> bool:
     [L, E, *out], traced now: on a CPU, where the kernel is faster than what XLA does."""
     if tracing_target().platform != "cpu" or jnp.dtype(dtype).name not in _MOST_ROWS:
         return False
-    if llvm.missing() is not None or not (num_rows == 1 or num_rows % 8 == 0):
+    if llvm.missing() is not None:
         return False
     from pallas_kernels import llvm_matmul
 
-    if shape[1] % llvm_matmul.UNROLL or np.prod(shape[2:]) % llvm_matmul.COLUMNS:
+    if (
+        num_rows % llvm_matmul.ROWS
+        or shape[1] % llvm_matmul.UNROLL
+        or np.prod(shape[2:]) % llvm_matmul.COLUMNS
+    ):
         return False
     return num_rows <= _most_rows(jnp.dtype(dtype).name)
 
@@ -72,7 +76,10 @@ def stacked_product(
             f"x must be [T, {weights.shape[1]}] to go with weights {weights.shape}, got {x.shape}"
         )
     if not has_kernel(x.shape[0], weights.shape, weights.dtype):
-        raise ValueError(f"there is no kernel for {x.shape} and {weights.dtype} {weights.shape}")
+        raise ValueError(
+            f"x and weights must be of shapes that has_kernel takes, got {x.shape} and "
+            f"{weights.shape} of {weights.dtype.name}"
+        )
     layer = jnp.clip(jnp.asarray(layer, jnp.int32), 0, weights.shape[0] - 1)
     outputs = weights.shape[2:]
     flat = weights.reshape(*weights.shape[:2], -1)

@@ -49,12 +49,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T ..."]:
         """Return [T, *out] in float32; the caller rounds to the model's dtype where it wants to."""
         kernel = self.kernel.get_value()
-        if isinstance(kernel, LayerOf) and x.dtype == kernel.stack.dtype:
-            y = stacked_product(x, *kernel)
-        elif isinstance(kernel, LayerOf):  # a layer of mixed types
-            y = _product(x, lax.dynamic_index_in_dim(kernel.stack, kernel.layer, keepdims=False))
-        else:
-            y = _product(x, kernel)
+        y = stacked_product(x, *kernel) if isinstance(kernel, LayerOf) else _product(x, kernel)
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
 

@@ -23,7 +23,7 @@ def make(shape, num_rows, dtype, seed=0):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_rows", [1, 8, 16, 24, 64])
+@pytest.mark.parametrize("num_rows", [8, 16, 24, 64])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "bfloat16 widened"])
 def test_is_the_product(shape, num_rows, kind, monkeypatch):
     """Of one layer; the others are NaN. More rows of bfloat16 than it is fast for."""
@@ -46,7 +46,7 @@ def test_a_row_does_not_depend_on_the_others(dtype, monkeypatch):
     monkeypatch.setattr(products, "_most_rows", lambda dtype: llvm_matmul.MOST_ROWS)
     x, weights = make((576, 960), 64, dtype)
     whole = np.asarray(multiply(x, weights, 1))
-    for num_rows in (1, 8, 32):
+    for num_rows in (8, 32):
         for start in range(0, 64, num_rows):
             part = multiply(x[start : start + num_rows], weights, 1)
             np.testing.assert_array_equal(part, whole[start : start + num_rows])
@@ -95,9 +95,9 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match=r"^x must be \[T, 64\]"):
             stacked_product(wrong, weights, 0)
     for num_rows in (3, 12, 72):
-        with pytest.raises(ValueError, match=r"^there is no kernel for"):
+        with pytest.raises(ValueError, match=r"^x and weights must be of shapes"):
             stacked_product(jnp.zeros((num_rows, 64)), weights, 0)
-    with pytest.raises(ValueError, match=r"^there is no kernel for"):
+    with pytest.raises(ValueError, match=r"^x and weights must be of shapes"):
         stacked_product(x, weights[:, :, :80], 0)
 
 
@@ -117,9 +117,9 @@ def test_under_vmap():
 
 def test_which_products_have_a_kernel(monkeypatch):
     shape = (2, 64, 96)
-    assert has_kernel(1, shape, jnp.float32) and has_kernel(64, shape, jnp.float32)
+    assert has_kernel(8, shape, jnp.float32) and has_kernel(64, shape, jnp.float32)
     assert has_kernel(8, shape, jnp.bfloat16) and has_kernel(8, (2, 64, 3, 32), jnp.float32)
-    for num_rows in (4, 12, 72, 128):
+    for num_rows in (1, 4, 12, 72, 128):
         assert not has_kernel(num_rows, shape, jnp.float32)
     assert not has_kernel(40, shape, jnp.bfloat16)
     assert not has_kernel(8, shape, jnp.float16)
