@@ -14,10 +14,11 @@ import ctypes
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from llvmlite import binding, ir
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -153,10 +154,12 @@ class Vectors:
             return b.fpext(loaded, self.floats)
         return b.bitcast(b.shl(b.zext(loaded, self.ints), self.constant_int(16)), self.floats)
 
-    def prefetch(self, place: ir.Value) -> None:
-        """Ask for the cache line of a place; it may lie anywhere."""
-        arguments = [self.builder.bitcast(place, POINTER), I32(0), I32(3), I32(1)]
-        self.call("llvm.prefetch.p0i8", ir.VoidType(), arguments)  # to read, to keep, data
+    def prefetch(self, place: ir.Value, nearness: int = 3, *, to_write: bool = False) -> None:
+        """Ask for the cache line of a place, which may lie anywhere: into the nearest cache (3) or
+        into further ones only (2, 1)."""
+        options = [I32(int(to_write)), I32(nearness), I32(1)]  # 1: data
+        place = self.builder.bitcast(place, POINTER)
+        self.call("llvm.prefetch.p0i8", ir.VoidType(), [place, *options])
 
 
 def _field(builder: ir.IRBuilder, base: ir.Value, offset: int, kind: ir.Type) -> ir.Value:
@@ -376,6 +379,24 @@ class Handler:
         jax.ffi.register_ffi_target(
             self.name, jax.ffi.pycapsule(ctypes.cast(address, ctypes.c_void_p)), platform="cpu"
         )
+
+
+def call_handler(
+    handler: Handler,
+    result: Any,
+    *operands: jax.Array,
+    units: jax.Array | int,
+    alone: bool,
+    numbers: Sequence[jax.Array | int],
+) -> Any:
+    """Calls a handler of `build_handler`: its operands are the number of units and of helpers (all
+    there are, or none to work alone), the numbers as int32, then these."""
+    run = jax.ffi.ffi_call(handler.name, result, vmap_method="sequential")
+    helpers = 0 if alone else jnp.iinfo(jnp.int32).max
+    counts, values = (
+        jnp.stack([jnp.asarray(x, jnp.int32) for x in xs]) for xs in ((units, helpers), numbers)
+    )
+    return run(counts, values, *operands)
 
 
 _LOCK = threading.Lock()

@@ -27,6 +27,7 @@ from pallas_kernels.llvm_build import (
     Vectors,
     at,
     build_handler,
+    call_handler,
     compiled_once,
     loop,
     read,
@@ -215,10 +216,13 @@ def multiply(
     num_rows, depth = x.shape
     width = w.shape[2]
     in_pairs = x.dtype == jnp.bfloat16 and multiplies_pairs()
-    name = kernel(Product(x.dtype.name, in_pairs)).name
-    helpers = 0 if depth * width < _ALONE else jnp.iinfo(jnp.int32).max
     live = jnp.clip((jnp.asarray(num_live, jnp.int32) + ROWS - 1) // ROWS, 0, num_rows // ROWS)
-    numbers = [jnp.asarray(n, jnp.int32) for n in (depth, width, layer, num_rows // ROWS, live)]
-    shape = jax.ShapeDtypeStruct((num_rows, width), jnp.float32)
-    run = jax.ffi.ffi_call(name, shape, vmap_method="sequential")
-    return run(jnp.array([width // COLUMNS, helpers], jnp.int32), jnp.stack(numbers), x, w)
+    return call_handler(
+        kernel(Product(x.dtype.name, in_pairs)),
+        jax.ShapeDtypeStruct((num_rows, width), jnp.float32),
+        x,
+        w,
+        units=width // COLUMNS,
+        alone=depth * width < _ALONE,
+        numbers=(depth, width, layer, num_rows // ROWS, live),
+    )

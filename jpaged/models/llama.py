@@ -11,10 +11,17 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
-from jpaged.models.layers import Embedding, LayerOf, Linear, RMSNorm, over_row_tiles
+from jpaged.models.layers import (
+    Embedding,
+    LayerOf,
+    Linear,
+    RMSNorm,
+    is_kernel,
+    over_row_tiles,
+)
 from jpaged.models.rope import RopeConfig, rotate, rotation
 from pallas_kernels import paged_attention, plan_attention, write_kv
-from pallas_kernels.products import has_kernel
+from pallas_kernels.products import Arranged, has_kernel
 
 
 @dataclass(frozen=True)
@@ -204,14 +211,15 @@ class Llama(nnx.Module):
                 backend=backend,
             )
         graphdef, layers = nnx.split(self.layers)
-        paths, treedef = jax.tree_util.tree_flatten_with_path(layers)
+        paths, treedef = jax.tree_util.tree_flatten_with_path(
+            layers, is_leaf=lambda x: isinstance(x, Arranged)
+        )
         leaves = [leaf for _, leaf in paths]
         # What a kernel reads in the stack of all layers; the scan takes the others apart.
         rows = row_tile or x.shape[0]
         in_stack = [
-            backend in ("auto", "llvm")
-            and jax.tree_util.DictKey("kernel") in path
-            and has_kernel(rows, leaf.shape, leaf.dtype)
+            isinstance(leaf, Arranged)
+            or (backend in ("auto", "llvm") and is_kernel(path) and has_kernel(rows, leaf))
             for path, leaf in paths
         ]
         stacked = [None if whole else leaf for leaf, whole in zip(leaves, in_stack)]

@@ -33,6 +33,7 @@ from jpaged.runner.kv_pool import (
 from jpaged.runner.step import Sampling, decode_steps, forward, sample
 from jpaged.runner.step_result import StepResult
 from jpaged.runner.swap_pool import SwapPool, measure_link, swap_blocks_in
+from jpaged.runner.weights import for_device
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class ModelRunner:
         leaf = jax.tree.leaves(params)[0]
         self.device = next(iter(leaf.devices()))
         # Leaves and not a module, since walking a module costs milliseconds a call.
-        self._leaves, self._treedef = jax.tree.flatten(params)
+        self._leaves, self._treedef = jax.tree.flatten(for_device(params, self.device, backend))
         self._backend = backend
         self._hidden_size = hidden_size
         self._row_tile = row_tile

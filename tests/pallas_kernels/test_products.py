@@ -6,12 +6,22 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels import llvm_matmul, products
+from pallas_kernels import llvm_matmul, llvm_tiles, products
 from pallas_kernels.products import has_kernel, stacked_product
 
 multiply = jax.jit(stacked_product)
 # Below one sheet of 64 rows of w, one over it, several; one unit of columns and many.
 SHAPES = [(4, 32), (68, 96), (576, 960), (64, 1024)]
+
+
+@pytest.fixture(autouse=True)
+def no_matrix_unit(monkeypatch):
+    """As on a machine without one, whose products these are; test_matrix_unit.py has the others."""
+    monkeypatch.setattr(llvm_tiles, "has_tiles", lambda: False)
+
+
+def weights_of(shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def make(shape, num_rows, dtype, seed=0):
@@ -117,27 +127,32 @@ def test_under_vmap():
 
 def test_which_products_have_a_kernel(monkeypatch):
     shape = (2, 64, 96)
-    assert has_kernel(8, shape, jnp.float32) and has_kernel(64, shape, jnp.float32)
-    assert has_kernel(8, shape, jnp.bfloat16) and has_kernel(8, (2, 64, 3, 32), jnp.float32)
+    assert has_kernel(8, weights_of(shape)) and has_kernel(64, weights_of(shape))
+    assert has_kernel(8, weights_of(shape, jnp.bfloat16))
+    assert has_kernel(8, weights_of((2, 64, 3, 32)))
     for num_rows in (1, 4, 12, 72, 128):
-        assert not has_kernel(num_rows, shape, jnp.float32)
-    assert not has_kernel(40, shape, jnp.bfloat16)
-    assert not has_kernel(8, shape, jnp.float16)
-    assert not has_kernel(8, (2, 62, 96), jnp.float32)
-    assert not has_kernel(8, (2, 64, 80), jnp.float32)
+        assert not has_kernel(num_rows, weights_of(shape))
+    assert not has_kernel(40, weights_of(shape, jnp.bfloat16))
+    assert not has_kernel(8, weights_of(shape, jnp.float16))
+    assert not has_kernel(8, weights_of((2, 62, 96)))
+    assert not has_kernel(8, weights_of((2, 64, 80)))
     gpu = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
-        assert not has_kernel(8, shape, jnp.float32)
+        assert not has_kernel(8, weights_of(shape))
     monkeypatch.setattr(products.llvm, "missing", lambda: "anything")
-    assert not has_kernel(8, shape, jnp.float32)
+    assert not has_kernel(8, weights_of(shape))
 
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_fewer_rows_of_bfloat16_where_the_machine_has_no_product_for_them(pairs, monkeypatch):
-    products._most_rows.cache_clear()
     monkeypatch.setattr(llvm_matmul, "multiplies_pairs", lambda: pairs)
     shape = (2, 64, 96)
-    assert has_kernel(8, shape, jnp.bfloat16)
-    assert has_kernel(32, shape, jnp.bfloat16) == pairs
-    assert has_kernel(64, shape, jnp.float32)
-    products._most_rows.cache_clear()
+    assert has_kernel(8, weights_of(shape, jnp.bfloat16))
+    assert has_kernel(32, weights_of(shape, jnp.bfloat16)) == pairs
+    assert has_kernel(64, weights_of(shape))
+
+
+def test_bfloat16_is_xlas_where_xla_has_the_matrix_unit(monkeypatch):
+    monkeypatch.setattr(llvm_tiles, "has_tiles", lambda: True)
+    assert not has_kernel(8, weights_of((2, 64, 96), jnp.bfloat16))
+    assert has_kernel(8, weights_of((2, 64, 96)))

@@ -1,0 +1,40 @@
+"""A model's parameters in the form in which a device's kernels read them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+from jax.tree_util import DictKey
+
+from jpaged.models.layers import is_kernel, is_table
+from pallas_kernels.products import Table, arrange, arranges, has_head
+
+_LOG = logging.getLogger("jpaged")
+
+
+def for_device(params: Any, device: jax.Device, backend: str) -> Any:
+    """The parameters, of which the layers' kernels are arranged, and the tables marked, where
+    kernels for `device` read them so and the attention backend does not forbid it. What is arranged
+    is a copy: whoever still holds the parameters holds them twice."""
+    if device.platform != "cpu" or backend not in ("auto", "llvm"):
+        return params
+    copied = 0
+
+    def form(path: tuple, leaf: jax.Array) -> Any:
+        nonlocal copied
+        in_layers = DictKey("layers") in path
+        if in_layers and is_kernel(path) and arranges(leaf.shape, leaf.dtype):
+            copied += leaf.nbytes
+            # Finished here: what is measured of the memory later has it all.
+            return jax.block_until_ready(jax.jit(arrange)(leaf))
+        if is_table(path) and has_head(leaf.shape, leaf.dtype):
+            return Table(leaf)
+        return leaf
+
+    with jax.default_device(device):
+        found = jax.tree_util.tree_map_with_path(form, params)
+    if copied:
+        _LOG.info("weights arranged for the CPU's matrix unit (AMX): a copy of %d bytes", copied)
+    return found
