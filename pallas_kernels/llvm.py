@@ -1,5 +1,5 @@
-"""The backend for CPUs: attention of decode rows by a kernel that LLVM compiles for the machine at
-hand, all else of these operators as the xla backend does it."""
+"""The backend for CPUs: attention of decode rows and short queries by a kernel that LLVM compiles
+for the machine at hand, all else of these operators as the xla backend does it."""
 
 import importlib.util
 import sys
@@ -50,7 +50,7 @@ def unsupported(case: Case, target: Target) -> str | None:
         return f"{target.platform}: its kernels are for CPUs"
     if case.operator != "paged_attention":
         return None
-    for feature in ("soft_cap", "alibi_slopes", "batch_invariant"):
+    for feature in ("soft_cap", "alibi_slopes"):
         if feature in case.features:
             return feature
     if case.head_dim is not None and case.head_dim % 4:
@@ -64,10 +64,6 @@ def unsupported(case: Case, target: Target) -> str | None:
 
 def paged_attention(arguments: Attention):
     """The public operator's `llvm` backend; its arguments are checked there."""
-    return xla_attention.paged_attention(arguments, decode=_decode)
+    from pallas_kernels import llvm_attention  # llvmlite, which other backends do without
 
-
-def _decode(call: xla_attention.Call, is_decode, num_rows: int):
-    from pallas_kernels import llvm_decode  # llvmlite, which other backends do without
-
-    return llvm_decode.decode(call, is_decode), None
+    return xla_attention.paged_attention(arguments, attend_rows=llvm_attention.attend_rows)

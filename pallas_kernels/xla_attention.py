@@ -12,7 +12,9 @@ with traced trip counts walk over lists of what is there:
            chunks, from the first that its window shows to its own end (FlashAttention, Dao et al.
            2022, with its online softmax).
 
-A batch without rows of one kind pays for one loop of no trips.
+A batch without rows of one kind pays for one loop of no trips. Another backend may bring a kernel
+for single queries (`attend_rows`); then short queries are computed by it, one by one, and only
+long ones walk over their keys here.
 
 Keys and values are gathered from the stacked pool seen as rows of one head of one block
 (`[L * N * 2 * K, B * D]`): XLA's CPU gather computes an index for each element, and that of
@@ -33,7 +35,7 @@ _ITEM = 32  # keys
 _ITEMS_A_TRIP = 32
 # Queries a tile and keys a chunk. Small tiles waste little on short queries and are as fast as
 # large ones up to about 128 queries; at 2048 they are 1.4 times slower.
-_SHORT_QUERY = 128
+SHORT_QUERY = 128
 _SHORT_TILE, _SHORT_CHUNK = 32, 64
 _LONG_TILE, _LONG_CHUNK = 128, 128
 
@@ -43,7 +45,7 @@ HIDDEN = -1e30
 
 
 class Call(NamedTuple):
-    """What both loops need of the call."""
+    """What the loops, or a kernel, need of the call."""
 
     q: jax.Array  # [T, H * D]
     rows: jax.Array  # the pool as [L * N * 2 * K, B * D]
@@ -326,11 +328,13 @@ def _prefill(call, is_prefill, tile, chunk, sinks, out, lse):
     return lax.fori_loop(0, ends[-1], one_tile, (out, lse))
 
 
-def paged_attention(arguments: Attention, decode=_decode):
+def paged_attention(arguments: Attention, attend_rows=None):
     """The public operator's `xla` backend; its arguments are checked there.
 
-    `decode(call, is_decode, num_rows)` computes the sequences with one query, as `_decode` does; it
-    may return None for the places of sequences that have each a row of their own.
+    `attend_rows(call, sequence, low, high)`, if given, computes the sequences with at most
+    SHORT_QUERY queries, and all of them if they are to be batch-invariant, row by row: row t
+    attends to the keys low[t] .. high[t] - 1 of sequence[t], to none if there are none. It returns
+    a State of T rows, each of which depends on its own keys alone; that of one without keys is any.
     """
     q, kv_pool, query_starts = arguments.q, arguments.kv_pool, arguments.query_starts
     num_tokens, num_heads, head_dim = q.shape
@@ -362,27 +366,32 @@ def paged_attention(arguments: Attention, decode=_decode):
         alibi_slopes=slopes,
     )
 
-    if arguments.batch_invariant:
+    if arguments.batch_invariant and attend_rows is None:
         from pallas_kernels.xla_invariant import attend  # which uses this module
 
         out, lse = attend(call, sinks, q.dtype)
         out = out.reshape(q.shape)
         return (out, lse) if arguments.return_lse else out
-    is_decode = (query_lens == 1) & (call.context_lens > 0)
-    decoded, place = decode(call, is_decode, min(num_sequences, num_tokens))
-    decoded_out, decoded_lse = finish(decoded, sinks, q.dtype)
     token = jnp.arange(num_tokens)
     sequence = owners(query_starts[1:], token)
-    is_decoded = (is_decode[sequence] & (token < query_starts[-1]))[:, None]
-    source = sequence if place is None else jnp.maximum(place[sequence], 0)
-    out = jnp.where(is_decoded, decoded_out[source], 0)
-    lse = jnp.where(is_decoded, decoded_lse[source], -jnp.inf)
     has_keys = call.context_lens > 0
-    if num_tokens > 1:
-        is_short = has_keys & (query_lens > 1) & (query_lens <= _SHORT_QUERY)
+    if attend_rows is None:
+        is_decode = (query_lens == 1) & has_keys
+        decoded, place = _decode(call, is_decode, min(num_sequences, num_tokens))
+        rows = (x[jnp.maximum(place[sequence], 0)] for x in finish(decoded, sinks, q.dtype))
+        is_row = is_decode[sequence] & (token < query_starts[-1])
+    else:
+        position = (call.context_lens - query_starts[1:])[sequence] + token
+        by_rows = (query_lens <= SHORT_QUERY) | arguments.batch_invariant
+        is_row = by_rows[sequence] & (token < query_starts[-1]) & (position >= 0)
+        low, high = (jnp.where(is_row, x, 0) for x in (call.first_visible(position), position + 1))
+        rows = finish(attend_rows(call, sequence, low, high), sinks, q.dtype)
+    out, lse = (jnp.where(is_row[:, None], x, nothing) for x, nothing in zip(rows, (0, -jnp.inf)))
+    if num_tokens > 1 and attend_rows is None:
+        is_short = has_keys & (query_lens > 1) & (query_lens <= SHORT_QUERY)
         out, lse = _prefill(call, is_short, _SHORT_TILE, _SHORT_CHUNK, sinks, out, lse)
-    if num_tokens > _SHORT_QUERY:
-        is_long = has_keys & (query_lens > _SHORT_QUERY)
+    if num_tokens > SHORT_QUERY and not arguments.batch_invariant:
+        is_long = has_keys & (query_lens > SHORT_QUERY)
         out, lse = _prefill(call, is_long, _LONG_TILE, _LONG_CHUNK, sinks, out, lse)
     out = out.reshape(q.shape)
     return (out, lse) if arguments.return_lse else out

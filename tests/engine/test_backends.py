@@ -1,7 +1,9 @@
 """The engine's tokens do not depend on the attention backend; Pallas kernels run interpreted."""
 
+import collections
 import dataclasses
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from jpaged.engine import Engine, check_model
 from jpaged.models import Llama, LlamaConfig
 from jpaged.runner.attention_backend import resolve_attention_backend
 from jpaged.runner.compilations import CompilationCounter
+from pallas_kernels import llvm_tiles
 
 # Four query heads a KV head, so that a chunk of more than 4 tokens is no decode row.
 CONFIG = LlamaConfig(
@@ -184,16 +187,60 @@ def test_the_log_says_which_backend_attention_takes(checkpoint, caplog, backend,
     assert f"attention backend: {said}" in caplog.messages
 
 
-def test_auto_takes_llvm_on_a_cpu_and_xla_where_results_must_not_depend_on_the_batch():
-    assert resolve_attention_backend("auto", CONFIG, jnp.float32, 16) == "llvm"
-    invariant = resolve_attention_backend("auto", CONFIG, jnp.float32, 16, batch_invariant=True)
-    assert invariant == "xla"
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_auto_takes_llvm_on_a_cpu(batch_invariant):
+    found = resolve_attention_backend(
+        "auto", CONFIG, jnp.float32, 16, batch_invariant=batch_invariant
+    )
+    assert found == "llvm"
+
+
+def custom_calls(program) -> collections.Counter:
+    """How many calls of each kernel a program has."""
+    names = re.findall(r'custom_call_target="(\w+)_[0-9a-f]{16}"', program.as_text())
+    return collections.Counter(names)
 
 
 @pytest.mark.parametrize(("backend", "most"), [("auto", 64), ("llvm", 64), ("xla", 0)])
-def test_steps_of_few_rows_multiply_by_the_kernel(make_engine, backend, most):
+def test_steps_of_few_rows_multiply_by_the_kernel(make_engine, backend, most, monkeypatch):
+    monkeypatch.setattr(llvm_tiles, "has_tiles", lambda: False)
     runner = make_engine(max_num_batched_tokens=96, attention_backend=backend).runner
     assert {8, 64, 96} <= {bucket.tokens for bucket in runner.programs()}
     for bucket, program in runner.programs().items():
-        products = program.as_text().count('custom_call_target="few_rows_product')
-        assert products == (4 if bucket.tokens <= most else 0), bucket
+        calls = custom_calls(program)
+        assert calls["few_rows_product"] == (4 if bucket.tokens <= most else 0), bucket
+        assert not calls["tiles_product"]
+
+
+needs_tiles = pytest.mark.skipif(
+    not llvm_tiles.has_tiles(),
+    reason="needs a CPU with AMX, which only some machines of any leg have",
+)
+
+
+@needs_tiles
+@pytest.mark.parametrize("backend", ["auto", "llvm", "xla"])
+def test_all_steps_multiply_by_the_matrix_unit(make_engine, backend):
+    runner = make_engine(max_num_batched_tokens=96, attention_backend=backend).runner
+    used = backend != "xla"
+    assert {8, 64, 96} <= {bucket.tokens for bucket in runner.programs()}
+    for program in runner.programs().values():
+        calls = custom_calls(program)
+        assert calls["tiles_product"] == calls["rows_as_tiles"] == 4 * used
+        assert calls["few_rows_product"] == 0
+
+
+@needs_tiles
+@pytest.mark.parametrize("features", [{}, {"batch_invariant": True}, {"max_decode_steps": 4}])
+def test_tokens_are_the_same_without_the_matrix_unit(features, monkeypatch):
+    """float32: what the unit leaves out of a product is what a float32 product rounds away."""
+    checkpoint = random_checkpoint(dataclasses.replace(CONFIG, vocab_size=512), jnp.float32)
+
+    def run():
+        engine = make(checkpoint, "auto", block_size=16, num_blocks=64, **features)
+        return tokens_of(engine), custom_calls(next(iter(engine.runner._sample.values())))["head"]
+
+    found, heads = run()
+    assert heads == 1
+    monkeypatch.setattr(llvm_tiles, "has_tiles", lambda: False)
+    assert run() == (found, 0)

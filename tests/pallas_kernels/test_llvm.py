@@ -77,6 +77,21 @@ def test_long_contexts_on_several_threads(bucket_type, make_batch, attend, asser
             np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("features", ["plain", "window and sinks"])
+def test_short_queries_beside_long_ones(
+    features, dtype, bucket_type, make_batch, attend, assert_close
+):
+    """Up to 128 queries go row by row, longer ones by tiles; one sequence has no query."""
+    shapes = {"num_tokens": 600, "max_blocks": 20, "num_blocks": 80, "head_dim": 16}
+    bucket = bucket_type(**COMMON | shapes, dtype=dtype)
+    rows = [(128, 128), (1, 60), (129, 129), (40, 300), (0, 9), (127, 200), (160, 320), (2, 2)]
+    batch = make_batch(bucket, rows, seed=9)
+    keywords = keywords_for(features, bucket.num_heads, 50, seed=9)
+    expected = attend(*batch.arguments, backend="reference", **keywords)
+    assert_close(attend(*batch.arguments, backend="llvm", **keywords), expected, dtype)
+
+
 def test_memory_before_the_window_is_not_read(bucket_type, make_batch, attend):
     bucket = bucket_type(**COMMON)
     batch = make_batch(bucket, [(1, 150), (1, 100)], seed=3)
@@ -184,7 +199,7 @@ def test_what_is_refused(monkeypatch):
     assert llvm.unsupported(case, cpu) is None
     assert "head dims" in llvm.unsupported(case._replace(head_dim=30), cpu)
     assert "groups of 64" in llvm.unsupported(case._replace(group=64, block_size=2048), cpu)
-    for feature in ("soft_cap", "alibi_slopes", "batch_invariant"):
+    for feature in ("soft_cap", "alibi_slopes"):
         assert llvm.unsupported(case._replace(features=frozenset({feature})), cpu) == feature
     assert "head dims of 512" in llvm.unsupported(case._replace(group=64, head_dim=512), cpu)
     assert "CPUs" in llvm.unsupported(case, Target("gpu", "NVIDIA H200", 132))

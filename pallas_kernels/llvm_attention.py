@@ -1,11 +1,11 @@
-"""Attention of decode rows on a CPU: a kernel that LLVM compiles for the machine at hand.
+"""Attention of single queries on a CPU: a kernel that LLVM compiles for the machine at hand.
 
 One query attends to its sequence's keys block by block, with an online softmax (FlashAttention, Dao
 et al. 2022) over chunks of keys: scores of a chunk, their maximum and exponentials, then its
 values. All is in float32, and 16-bit floats are widened as they are read. Keys and values are read
 in the pool, where they lie: XLA, which has no such loops, would gather them first.
 
-A unit of work is one KV head of one sequence, with the query heads that share it.
+A unit of work is one KV head of one query, with the query heads that share it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, Int32
 from llvmlite import ir
 
 from pallas_kernels.llvm import CHUNK
@@ -133,17 +134,16 @@ class _Emitter(Vectors):
 
 
 def _attend(sizes: Sizes, builder: ir.IRBuilder, unit: ir.Value, arrays: list[ir.Value]) -> None:
-    """One KV head of one sequence. The arrays are operands and results of `decode`'s call."""
+    """One KV head of one row. The arrays are operands and results of `attend_rows`'s call."""
     b, emit = builder, _Emitter(sizes, builder)
-    _, q, pool, tables, starts, low, high, scalars, scale_of, maxima, totals, outputs = arrays
+    _, q, pool, tables, sequences, low, high, scalars, scale_of, maxima, totals, outputs = arrays
     K, G, B, D = sizes.num_kv_heads, sizes.group, sizes.block_size, sizes.head_dim
     first_row, last_block, num_columns = (read_int(b, scalars, I64(i)) for i in range(3))
     scale = emit.splat(read(b, scale_of, I64(0), F32))
     maximum, total = ([Variable(b, F32(0)) for _ in range(G)] for _ in range(2))
-    sequence, kv_head = b.sdiv(unit, I64(K)), b.srem(unit, I64(K))
-    first, stop = (read_int(b, x, sequence) for x in (low, high))
-    query = b.mul(read_int(b, starts, sequence), I64(K * G))
-    query = b.mul(b.add(query, b.mul(kv_head, I64(G))), I64(D))
+    row_of_q, kv_head = b.sdiv(unit, I64(K)), b.srem(unit, I64(K))
+    sequence, first, stop = (read_int(b, x, row_of_q) for x in (sequences, low, high))
+    query = b.mul(unit, I64(G * D))
     for g in range(G):
         maximum[g].set(F32(HIDDEN))
         total[g].set(F32(0))
@@ -273,13 +273,18 @@ def _softmax(
 @compiled_once
 def kernel(sizes: Sizes) -> Handler:
     """The compiled kernel for these sizes."""
-    return Handler("paged_attention_decode", build_handler(9, 3, functools.partial(_attend, sizes)))
+    return Handler("paged_attention_rows", build_handler(9, 3, functools.partial(_attend, sizes)))
 
 
-def decode(call: Call, is_decode: jax.Array) -> State:
-    """The softmax of every sequence that `is_decode` [S] marks, a State of S rows; those of other
-    sequences saw no key."""
-    num_sequences, num_columns = call.block_tables.shape
+def attend_rows(
+    call: Call,
+    sequence: Int32[Array, " T"],
+    low: Int[Array, " T"],
+    high: Int[Array, " T"],
+) -> State:
+    """The softmax of row t of q over the keys low[t] .. high[t] - 1 of sequence[t], a State of T
+    rows; `low` is a context's first key, or the first that a window shows."""
+    num_tokens, num_columns = call.q.shape[0], call.block_tables.shape[1]
     num_heads = call.q.shape[1] // call.head_dim
     sizes = Sizes(
         call.num_kv_heads,
@@ -288,24 +293,21 @@ def decode(call: Call, is_decode: jax.Array) -> State:
         call.head_dim,
         call.q.dtype.name,
     )
-    high = jnp.where(is_decode, call.context_lens, 0)
-    # A window may be of any integer type.
-    low = jnp.minimum(call.first_visible(call.context_lens - 1), high).astype(jnp.int32)
-    num_tokens = (high - low).sum(dtype=jnp.float32)  # whose numbers int32 may not hold
-    num_floats = num_tokens * (2 * call.num_kv_heads * call.head_dim)
+    low, high = low.astype(jnp.int32), high.astype(jnp.int32)  # a window is of any integer type
+    num_keys = (high - low).sum(dtype=jnp.float32)  # whose numbers int32 may not hold
+    num_floats = num_keys * (2 * call.num_kv_heads * call.head_dim)
     helpers = jnp.where(num_floats < _FLOATS_ALONE, 0, jnp.iinfo(jnp.int32).max)
-    units = jnp.stack([jnp.int32(num_sequences * call.num_kv_heads), helpers.astype(jnp.int32)])
+    # Rows after the last one with keys are left as they are.
+    num_rows = jnp.max(jnp.where(low < high, jnp.arange(1, num_tokens + 1, dtype=jnp.int32), 0))
+    units = jnp.stack([num_rows * call.num_kv_heads, helpers.astype(jnp.int32)])
     scalars = jnp.stack([call.first_row, jnp.int32(call.num_blocks - 1), jnp.int32(num_columns)])
     scale = jnp.asarray(call.scale, jnp.float32).reshape(1)
     shapes = (
-        jax.ShapeDtypeStruct((num_sequences, num_heads), jnp.float32),
-        jax.ShapeDtypeStruct((num_sequences, num_heads), jnp.float32),
-        jax.ShapeDtypeStruct((num_sequences, num_heads, call.head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((num_tokens, num_heads, call.head_dim), jnp.float32),
     )
     run = jax.ffi.ffi_call(kernel(sizes).name, shapes, vmap_method="sequential")
     return State(
-        *run(
-            units, call.q, call.rows, call.block_tables, call.query_starts, low, high, scalars,
-            scale,
-        )
-    )  # fmt: skip
+        *run(units, call.q, call.rows, call.block_tables, sequence, low, high, scalars, scale)
+    )
