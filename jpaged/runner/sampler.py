@@ -308,19 +308,24 @@ def sample_rows(
         counts = count_tokens(token_pool, rows.block_tables, context, prompt_lens, V)
         return apply_penalties(logits, *counts, repetition, presence, frequency)
 
-    edited = lax.cond(penalised.any(), with_penalties, lambda: logits)
-    edited = lax.cond(
-        biased.any(),
-        lambda: jnp.where(biased[:, None], edited + bias_table[rows.slots], edited),
-        lambda: edited,
-    )
-    greedy = argmax(edited)
     sampling = rows.parameter("temperature") > 0.0
-    token = lax.cond(
-        sampling.any(),
-        lambda: jnp.where(sampling, _sample(edited, rows, sampling, greedy), greedy),
-        lambda: greedy,
-    )
+
+    def from_edited():
+        edited = lax.cond(penalised.any(), with_penalties, lambda: logits)
+        edited = lax.cond(
+            biased.any(),
+            lambda: jnp.where(biased[:, None], edited + bias_table[rows.slots], edited),
+            lambda: edited,
+        )
+        greedy = argmax(edited)
+        return lax.cond(
+            sampling.any(),
+            lambda: jnp.where(sampling, _sample(edited, rows, sampling, greedy), greedy),
+            lambda: greedy,
+        )
+
+    # A branch that hands logits on copies them: a batch that wants only the best token has none.
+    token = lax.cond((penalised | biased | sampling).any(), from_edited, lambda: argmax(logits))
     logprob, top_ids, top_logprobs = lax.cond(
         (rows.parameter("wants_logprobs") > 0).any(),
         lambda: log_probabilities(logits, token),

@@ -389,11 +389,14 @@ def test_a_row_of_nan_stays_in_the_vocabulary_and_harms_no_other():
 
 
 def executed(jaxpr) -> set[str]:
-    """Names of the primitives that always run: inside nested calls too, but in no branch."""
+    """Names of the primitives that run where no condition holds: inside nested calls too, but of a
+    branch those of the one for False."""
     names = set()
     for equation in jaxpr.eqns:
         names.add(equation.primitive.name)
-        if equation.primitive.name != "cond":
+        if equation.primitive.name == "cond":
+            names |= executed(equation.params["branches"][0].jaxpr)
+        else:
             for sub in jaxprs_in_params(equation.params):
                 names |= executed(sub)
     return names
