@@ -51,6 +51,6 @@ def test_the_two_commands_are_those_that_ci_runs():
     ci = (Path(__file__).parent.parent / ".ci" / "run").read_text()
     commands = re.findall(r"^uv run .*$", README, re.MULTILINE)
     assert commands[0] == 'uv run scripts/generate.py --prompt "Once upon a time"'
-    assert commands[1] == "uv run --extra test pytest"
+    assert commands[1] == "uv run --extra test pytest -n 2 --dist loadfile"
     for command in commands[:2]:
         assert command in ci

@@ -273,6 +273,15 @@ def test_an_interrupted_step_harms_no_request(engine, monkeypatch):
     assert [results[i].outputs[0].token_ids for i in ids] == expected
 
 
+@pytest.fixture
+def sigint_interrupts():
+    """As in a terminal: a shell starts what it puts in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint_interrupts")
 def test_ctrl_c_takes_effect_when_the_step_is_over(engine, monkeypatch):
     """A real signal in the middle of each part of a step; nothing is lost, not even its tokens."""
     expected = [generate(engine, prompt(20, i), GREEDY).outputs[0].token_ids for i in range(3)]
