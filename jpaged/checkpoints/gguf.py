@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Set
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from gguf import (
     ReaderTensor,
     quants,
 )
-from numpy.typing import DTypeLike
 
 from jpaged.checkpoints.gguf_tokenizer import tokenizer_from_metadata
 from jpaged.checkpoints.tokenizer import PreTrainedTokenizerFast
@@ -86,6 +85,11 @@ _HANDLED_KEYS = {
 }
 
 
+@cache
+def _in_order(dtype: Any, order: Any) -> np.dtype:
+    return np.dtype(dtype).newbyteorder(order)
+
+
 class _Reader(GGUFReader):
     """The gguf package's reader, made faster and to name a tensor that is cut off."""
 
@@ -99,12 +103,15 @@ class _Reader(GGUFReader):
         # than the plain array over the same memory.
         self._data = np.asarray(value)
 
-    def _get(self, offset: int, dtype: DTypeLike, count: int = 1, *order: Any, **kw: Any) -> Any:
+    def _get(
+        self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
+    ) -> np.ndarray:
+        kind = _in_order(dtype, override_order or self.byte_order)
+        end = int(offset) + kind.itemsize * int(count)
         # The reader takes what is past the end as empty, which leaves it in endless loops.
-        end = int(offset) + np.dtype(dtype).itemsize * int(count)
         if end > self.data.size:
             raise ValueError(f"it is truncated: byte {end} of {self.data.size} is wanted")
-        return super()._get(offset, dtype, count, *order, **kw)
+        return self.data[int(offset) : end].view(kind)
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
         for field in fields:
