@@ -8,7 +8,7 @@ import pytest
 
 from jpaged import SamplingParams
 
-SETTINGS = {"batch_invariant": True, "max_num_seqs": 32, "max_num_batched_tokens": 128}
+SETTINGS = {"batch_invariant": True, "max_num_seqs": 32, "max_num_batched_tokens": 96}
 
 
 def make_requests(count: int, longest: int) -> list[tuple[list[int], SamplingParams]]:
@@ -55,16 +55,17 @@ def serve(engine, requests, order=None) -> list[list]:
     return [outputs[str(i)] for i in range(len(requests))]
 
 
-def check_all(make, requests, few: int) -> None:
-    """`make(**settings)` gives an engine. The first `few` requests are run alone too."""
+def check_all(make, requests, few: int, budget: int) -> None:
+    """`make(**settings)` gives an engine. The first `few` requests are run alone too, all of them
+    in steps of 32, of 96 and of `budget` tokens."""
     rng = np.random.default_rng(1)
     roomy = make(num_blocks=800)
     expected = serve(roomy, requests)
     assert all(serve(roomy, [requests[i]])[0] == expected[i] for i in range(few))
     assert serve(roomy, requests, rng.permutation(len(requests)).tolist()) == expected
     assert roomy.stats().preemptions_recompute == 0
-    for budget in (32, 2048):
-        assert serve(make(num_blocks=800, max_num_batched_tokens=budget), requests) == expected
+    for tokens in (32, budget):
+        assert serve(make(num_blocks=800, max_num_batched_tokens=tokens), requests) == expected
     for mode in ("recompute", "swap"):
         engine = make(num_blocks=60, preemption_mode=mode, swap_space_gib=0.2)
         assert serve(engine, requests, rng.permutation(len(requests)).tolist()) == expected
@@ -80,13 +81,15 @@ def test_log_probabilities_are_the_same_to_the_bit(make_engine):
     def make(**settings):
         return make_engine(**SETTINGS | settings)
 
-    check_all(make, make_requests(64, longest=120), few=16)
+    check_all(make, make_requests(64, longest=120), few=16, budget=192)
 
 
 def test_without_it_they_are_not(make_engine):
     """So the check above can fail."""
     requests = make_requests(64, longest=120)
-    engine = make_engine(**SETTINGS | {"batch_invariant": False, "num_blocks": 800})
+    # Attention of up to 128 queries (SHORT_QUERY) goes row by row without it too.
+    settings = {"batch_invariant": False, "max_num_batched_tokens": 192, "num_blocks": 800}
+    engine = make_engine(**SETTINGS | settings)
     expected = serve(engine, requests)
     assert any(serve(engine, [requests[i]])[0] != expected[i] for i in range(16))
 
@@ -96,4 +99,4 @@ def test_smollm2_log_probabilities_are_the_same_to_the_bit(make_engine, smollm2)
     def make(**settings):
         return make_engine(smollm2, **SETTINGS | settings)
 
-    check_all(make, make_requests(64, longest=150), few=8)
+    check_all(make, make_requests(64, longest=150), few=8, budget=2048)

@@ -29,7 +29,7 @@ def llm(smollm2) -> LLM:
     config = EngineConfig(
         max_model_len=512,
         max_num_seqs=32,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=32,
         num_blocks=60,
         preemption_mode="swap",
         swap_space_gib=0.1,

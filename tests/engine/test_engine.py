@@ -360,7 +360,7 @@ def test_block_map_names_the_owner_of_every_block_in_use(engine):
 
 
 def test_requests_run_in_order_of_arrival_time(make_engine):
-    engine = make_engine(max_num_seqs=1)
+    engine = make_engine(max_num_seqs=1, max_num_batched_tokens=8)
     late = engine.add_request(prompt(4), GREEDY, arrival_time=2.0)
     early = engine.add_request(prompt(4), GREEDY, arrival_time=1.0)
     order = []
@@ -419,7 +419,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(engine, params, message):
 
 
 def test_a_request_too_large_for_the_pool_is_refused_when_added(make_engine):
-    engine = make_engine(num_blocks=4)
+    engine = make_engine(num_blocks=4, max_num_batched_tokens=8)
     with pytest.raises(ValueError, match=r"needs 5 blocks.* has 4"):
         engine.add_request(prompt(60), dataclasses.replace(GREEDY, max_tokens=6))
     assert not engine.has_unfinished_requests()

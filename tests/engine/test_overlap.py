@@ -91,7 +91,9 @@ def expected(make_engine):
     return requests, serve(engine, requests, aborted={})
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", ["roomy", pytest.param("recompute", marks=pytest.mark.slow), "swap, cached"]
+)
 def test_the_outputs_are_those_of_the_plain_loop(name, make_engine, expected):
     requests, plain = expected
     engine = make_engine(**SETTINGS, overlap=True, **CONFIGS[name])

@@ -89,9 +89,18 @@ def naive_attention(batch, *, scale, window, soft_cap, alibi_slopes, sinks):
     return out, lse
 
 
+# What is run every day of them; the rest are a sweep.
+EVERYDAY = {"mha": ["window"], "gqa": FEATURES, "mqa": ["everything"], "alone": ["plain"]}
+EVERYDAY["gqa_bfloat16"] = ["plain", "everything"]
+VARIANTS = [
+    pytest.param(name, features, marks=[] if features in EVERYDAY[name] else pytest.mark.slow)
+    for name in BUCKETS
+    for features in FEATURES
+]
+
+
 @pytest.mark.parametrize("backend", ["xla", "triton"])
-@pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("name", BUCKETS)
+@pytest.mark.parametrize("name, features", VARIANTS)
 def test_is_reference(
     name, features, backend, bucket_type, make_batch, attend, assert_close, ragged_rows
 ):

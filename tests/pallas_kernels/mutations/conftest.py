@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -130,7 +131,7 @@ def run_child(tmp_path) -> Callable[..., tuple[int | None, str]]:
     def run_child(
         node: str, limit: float, bug: tuple[str, str, str] | None = None
     ) -> tuple[int | None, str]:
-        copy = tmp_path / PACKAGE.name
+        copy = Path(tempfile.mkdtemp(dir=tmp_path)) / PACKAGE.name
         shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
         if bug is not None:
             (copy / f"{bug[0]}.py").write_text(replaced(*bug))
@@ -148,7 +149,7 @@ def run_child(tmp_path) -> Callable[..., tuple[int | None, str]]:
         command += ["-c", str(TESTS.parents[1] / "pyproject.toml"), str(TESTS / node)]
         try:
             done = subprocess.run(
-                command, cwd=tmp_path, capture_output=True, text=True, timeout=limit, check=False
+                command, cwd=copy.parent, capture_output=True, text=True, timeout=limit, check=False
             )
         except subprocess.TimeoutExpired as error:
             return None, str(error)
