@@ -22,16 +22,13 @@ from pallas_kernels.llvm_build import (
     F32,
     I8,
     I64,
-    Handler,
     at,
     build_handler,
-    call_handler,
-    compiled_once,
     larger,
     loop,
-    read_int,
     smaller,
 )
+from pallas_kernels.llvm_handler import Handler, call_handler, compiled_once
 from pallas_kernels.llvm_tiles import (
     AHEAD,
     DEPTH,
@@ -64,12 +61,18 @@ class Product(NamedTuple):
     blocks: int  # tiles of rows that are multiplied at once, 1 or 2
 
 
-def _lay_out(sizes: Product, builder: ir.IRBuilder, unit: ir.Value, arrays: list[ir.Value]) -> None:
+def _lay_out(
+    sizes: Product,
+    builder: ir.IRBuilder,
+    unit: ir.Value,
+    numbers: list[ir.Value],
+    arrays: list[ir.Value],
+) -> None:
     """One tile's rows of x, as tiles [group, step, part, block] of the result."""
     b, parts, blocks = builder, num_parts(sizes.dtype), sizes.blocks
     tiles = Tiles(b, parts, blocks, 2)
-    _, numbers, x, y = arrays
-    num_rows, depth = (read_int(b, numbers, I64(i)) for i in range(2))
+    num_rows, depth = numbers
+    x, y = arrays
     steps = b.sdiv(depth, I64(DEPTH))
     group, block = b.sdiv(unit, I64(blocks)), b.srem(unit, I64(blocks))
     first = b.mul(unit, I64(ROWS))
@@ -86,15 +89,17 @@ def _lay_out(sizes: Product, builder: ir.IRBuilder, unit: ir.Value, arrays: list
 
 
 def _multiply(
-    sizes: Product, builder: ir.IRBuilder, unit: ir.Value, arrays: list[ir.Value]
+    sizes: Product,
+    builder: ir.IRBuilder,
+    unit: ir.Value,
+    numbers: list[ir.Value],
+    arrays: list[ir.Value],
 ) -> None:
     """COLUMNS columns of x @ w[layer], of the rows of a panel."""
     b, parts, blocks = builder, num_parts(sizes.dtype), sizes.blocks
     tiles = Tiles(b, parts, blocks, 2)
-    _, numbers, x, w, y = arrays
-    depth, width, layer, groups, num_live, panel, apart = (
-        read_int(b, numbers, I64(i)) for i in range(7)
-    )
+    depth, width, layer, groups, num_live, panel, apart = numbers
+    x, w, y = arrays
     steps, columns = b.sdiv(depth, I64(DEPTH)), b.sdiv(width, I64(COLUMNS))
     first = b.mul(b.sdiv(unit, columns), panel)  # groups of rows
     last = smaller(b, b.add(first, panel), groups)
@@ -200,13 +205,15 @@ def _multiply(
     tiles.release()
 
 
-_BODIES = {"rows_as_tiles": (3, _lay_out), "tiles_product": (4, _multiply)}  # with operands
+# With how many numbers and arrays each takes.
+_BODIES = {"rows_as_tiles": (2, 1, _lay_out), "tiles_product": (7, 2, _multiply)}
 
 
 @compiled_once
 def _kernel(name: str, sizes: Product) -> Handler:
-    num_operands, body = _BODIES[name]
-    return Handler(name, build_handler(num_operands, 1, functools.partial(body, sizes)))
+    num_numbers, num_arrays, body = _BODIES[name]
+    body = functools.partial(body, sizes)
+    return Handler(name, build_handler(num_numbers, num_arrays, 1, body))
 
 
 def multiply(

@@ -25,18 +25,17 @@ from pallas_kernels.llvm_build import (
     I16,
     I32,
     I64,
-    Handler,
     Variable,
     Vectors,
     at,
     build_handler,
-    compiled_once,
     larger,
     loop,
     read,
     read_int,
     smaller,
 )
+from pallas_kernels.llvm_handler import Handler, call_handler, compiled_once
 from pallas_kernels.xla_attention import HIDDEN, Call, State
 
 _LANES = (16, 8, 4)  # floats in a vector; 16 are a register of AVX-512, or two of AVX2
@@ -133,12 +132,18 @@ class _Emitter(Vectors):
         return [range(i, min(i + step, group)) for i in range(0, group, step)]
 
 
-def _attend(sizes: Sizes, builder: ir.IRBuilder, unit: ir.Value, arrays: list[ir.Value]) -> None:
+def _attend(
+    sizes: Sizes,
+    builder: ir.IRBuilder,
+    unit: ir.Value,
+    numbers: list[ir.Value],
+    arrays: list[ir.Value],
+) -> None:
     """One KV head of one row. The arrays are operands and results of `attend_rows`'s call."""
     b, emit = builder, _Emitter(sizes, builder)
-    _, q, pool, tables, sequences, low, high, scalars, scale_of, maxima, totals, outputs = arrays
+    first_row, last_block, num_columns = numbers
+    q, pool, tables, sequences, low, high, scale_of, maxima, totals, outputs = arrays
     K, G, B, D = sizes.num_kv_heads, sizes.group, sizes.block_size, sizes.head_dim
-    first_row, last_block, num_columns = (read_int(b, scalars, I64(i)) for i in range(3))
     scale = emit.splat(read(b, scale_of, I64(0), F32))
     maximum, total = ([Variable(b, F32(0)) for _ in range(G)] for _ in range(2))
     row_of_q, kv_head = b.sdiv(unit, I64(K)), b.srem(unit, I64(K))
@@ -273,7 +278,9 @@ def _softmax(
 @compiled_once
 def kernel(sizes: Sizes) -> Handler:
     """The compiled kernel for these sizes."""
-    return Handler("paged_attention_rows", build_handler(9, 3, functools.partial(_attend, sizes)))
+    return Handler(
+        "paged_attention_rows", build_handler(3, 7, 3, functools.partial(_attend, sizes))
+    )
 
 
 def attend_rows(
@@ -296,18 +303,26 @@ def attend_rows(
     low, high = low.astype(jnp.int32), high.astype(jnp.int32)  # a window is of any integer type
     num_keys = (high - low).sum(dtype=jnp.float32)  # whose numbers int32 may not hold
     num_floats = num_keys * (2 * call.num_kv_heads * call.head_dim)
-    helpers = jnp.where(num_floats < _FLOATS_ALONE, 0, jnp.iinfo(jnp.int32).max)
     # Rows after the last one with keys are left as they are.
     num_rows = jnp.max(jnp.where(low < high, jnp.arange(1, num_tokens + 1, dtype=jnp.int32), 0))
-    units = jnp.stack([num_rows * call.num_kv_heads, helpers.astype(jnp.int32)])
-    scalars = jnp.stack([call.first_row, jnp.int32(call.num_blocks - 1), jnp.int32(num_columns)])
     scale = jnp.asarray(call.scale, jnp.float32).reshape(1)
     shapes = (
         jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
         jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
         jax.ShapeDtypeStruct((num_tokens, num_heads, call.head_dim), jnp.float32),
     )
-    run = jax.ffi.ffi_call(kernel(sizes).name, shapes, vmap_method="sequential")
-    return State(
-        *run(units, call.q, call.rows, call.block_tables, sequence, low, high, scalars, scale)
+    found = call_handler(
+        kernel(sizes),
+        shapes,
+        call.q,
+        call.rows,
+        call.block_tables,
+        sequence,
+        low,
+        high,
+        scale,
+        units=num_rows * call.num_kv_heads,
+        alone=num_floats < _FLOATS_ALONE,
+        numbers=(call.first_row, call.num_blocks - 1, num_columns),
     )
+    return State(*found)

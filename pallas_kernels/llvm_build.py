@@ -1,5 +1,4 @@
-"""Building a function of LLVM IR, and calling it from XLA: what the kernels for CPUs are written
-with.
+"""Building a function of LLVM IR that XLA can call: what the kernels for CPUs are written with.
 
 Variables live on the stack (`Variable`); LLVM's optimiser puts them in registers. Loops are `with`
 blocks. A function built here is a handler of XLA's foreign function interface (FFI), which finds
@@ -10,16 +9,9 @@ its operands in a call frame; the offsets are those of `xla/ffi/api/c_api.h`, eq
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
-import hashlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
-import jax
-import jax.numpy as jnp
-from llvmlite import binding, ir
+from llvmlite import ir
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32, F16 = ir.FloatType(), ir.HalfType()
@@ -167,17 +159,17 @@ def _field(builder: ir.IRBuilder, base: ir.Value, offset: int, kind: ir.Type) ->
     return builder.load(builder.bitcast(place, kind.as_pointer()))
 
 
-def build_handler(
-    num_operands: int,
-    num_results: int,
-    body: Callable[[ir.IRBuilder, ir.Value, list[ir.Value]], None],
-) -> ir.Module:
+# Builds what is done for a unit, from its number (int64), those that the call gives (int64) and
+# pointers to the memory of its arrays and results.
+Body = Callable[[ir.IRBuilder, ir.Value, list[ir.Value], list[ir.Value]], None]
+
+
+def build_handler(num_numbers: int, num_arrays: int, num_results: int, body: Body) -> ir.Module:
     """A module of a handler that does its work in units, on several threads.
 
-    Its first operand is int32 [2]: the number of units, and how many threads beside XLA's own may
-    be asked for help. `body(builder, unit, arrays)` builds what is done for a unit (int64), from
-    pointers to the memory of all operands and results. Units are done in any order, so they must
-    not write to the same place.
+    Its operands are scalars (int32), and then arrays. The scalars are the number of units, how many
+    threads beside XLA's own may be asked for help, and `num_numbers` others. Units are done in any
+    order, so they must not write to the same place.
 
     Threads take units from a counter, so none waits for another as long as there is something to
     do. A helper may come late, when all is done and the handler has returned: what they share lies
@@ -185,13 +177,14 @@ def build_handler(
     """
     module = ir.Module()
     work = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "work")
-    _build_work(work, num_operands + num_results, body)
+    _build_work(work, num_numbers, num_arrays + num_results, body)
     handler = ir.Function(module, ir.FunctionType(POINTER, [POINTER]), "handler")
-    _build_entry(handler, work, num_operands, num_results)
+    _build_entry(handler, work, num_numbers, num_arrays, num_results)
     return module
 
 
-# What the threads share: counters, each on a cache line of its own, then pointers to the arrays.
+# What the threads share: counters, each on a cache line of its own, then pointers to the numbers,
+# the arrays and the results.
 _NEXT, _DONE, _USERS, _NUM_UNITS, _ARRAYS = 0, 64, 128, 192, 200
 
 
@@ -204,24 +197,23 @@ def _set(builder: ir.IRBuilder, base: ir.Value, offset: int, value: ir.Value) ->
     builder.store(value, builder.bitcast(place, value.type.as_pointer()))
 
 
-def _build_work(
-    work: ir.Function,
-    num_arrays: int,
-    body: Callable[[ir.IRBuilder, ir.Value, list[ir.Value]], None],
-) -> None:
+def _build_work(work: ir.Function, num_numbers: int, num_arrays: int, body: Body) -> None:
     """The function of a thread: units until there are none, then it lets go of what is shared."""
     (shared,) = work.args
     blocks = [work.append_basic_block(name) for name in ("entry", "take", "unit", "leave", "done")]
     entry, take, one, leave, done = blocks
     builder = ir.IRBuilder(entry)
-    arrays = [_field(builder, shared, _ARRAYS + 8 * i, POINTER) for i in range(num_arrays)]
+    places = [
+        _field(builder, shared, _ARRAYS + 8 * i, POINTER) for i in range(num_numbers + num_arrays)
+    ]
+    numbers = [read_int(builder, place, I64(0)) for place in places[:num_numbers]]
     num_units = _field(builder, shared, _NUM_UNITS, I64)
     builder.branch(take)
     builder.position_at_end(take)
     unit = builder.atomic_rmw("add", _counter(builder, shared, _NEXT), I64(1), "seq_cst")
     builder.cbranch(builder.icmp_signed("<", unit, num_units), one, leave)
     builder.position_at_end(one)
-    body(builder, unit, arrays)
+    body(builder, unit, numbers, places[num_numbers:])
     builder.atomic_rmw("add", _counter(builder, shared, _DONE), I64(1), "seq_cst")
     builder.branch(take)
     builder.position_at_end(leave)
@@ -249,7 +241,7 @@ def _external(
 
 
 def _build_entry(
-    handler: ir.Function, work: ir.Function, num_operands: int, num_results: int
+    handler: ir.Function, work: ir.Function, num_numbers: int, num_arrays: int, num_results: int
 ) -> None:
     """The function that XLA calls."""
     (frame,) = handler.args
@@ -278,20 +270,20 @@ def _build_entry(
     builder.cbranch(builder.icmp_unsigned("==", now, I32(_EXECUTE)), execute, done)
 
     builder.position_at_end(execute)
-    arrays = []
-    for buffers, count in ((_ARGS, num_operands), (_RETS, num_results)):
+    places = []
+    for buffers, count in ((_ARGS, 2 + num_numbers + num_arrays), (_RETS, num_results)):
         table = _field(builder, frame, buffers, POINTER)
         for i in range(count):
             buffer = _field(builder, table, 8 * i, POINTER)
-            arrays.append(_field(builder, buffer, _DATA, POINTER))
-    num_units, wanted = (read_int(builder, arrays[0], I64(i)) for i in range(2))
+            places.append(_field(builder, buffer, _DATA, POINTER))
+    num_units, wanted = (read_int(builder, places.pop(0), I64(0)) for _ in range(2))
     malloc = _external(builder, "malloc", POINTER, [I64])
-    shared = builder.call(malloc, [I64(_ARRAYS + 8 * len(arrays))])
+    shared = builder.call(malloc, [I64(_ARRAYS + 8 * len(places))])
     for offset, value in ((_NEXT, 0), (_DONE, 0)):
         _set(builder, shared, offset, I64(value))
     _set(builder, shared, _NUM_UNITS, num_units)
-    for i, array in enumerate(arrays):
-        _set(builder, shared, _ARRAYS + 8 * i, array)
+    for i, place in enumerate(places):
+        _set(builder, shared, _ARRAYS + 8 * i, place)
 
     api, context = _field(builder, frame, _API, POINTER), _field(builder, frame, _CONTEXT, POINTER)
     num_threads = _stack(builder, I64, [I64(1)])
@@ -347,69 +339,3 @@ def _call_api(
     arguments = _stack(builder, POINTER, [size, POINTER(None), *values])
     kind = ir.FunctionType(POINTER, [POINTER]).as_pointer()
     return builder.call(_field(builder, api, offset, kind), [builder.bitcast(arguments, POINTER)])
-
-
-class Handler:
-    """A compiled handler, registered with JAX for CPUs; to live as long as the process.
-
-    Attributes:
-        name: what `jax.ffi.ffi_call` calls it by. It names the code, since XLA's compiled programs,
-            which are kept on disk, call it by name.
-    """
-
-    def __init__(self, name: str, module: ir.Module) -> None:
-        text = str(module)
-        self.name = f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        binding.initialize_native_target()
-        binding.initialize_native_asmprinter()
-        machine = binding.Target.from_default_triple().create_target_machine(
-            cpu=binding.get_host_cpu_name(),
-            features=binding.get_host_cpu_features().flatten(),
-            opt=3,
-            jit=True,
-        )
-        parsed = binding.parse_assembly(text)
-        parsed.verify()
-        options = binding.create_pipeline_tuning_options(speed_level=3)
-        passes = binding.create_pass_builder(machine, options)
-        passes.getModulePassManager().run(parsed, passes)
-        self._engine = binding.create_mcjit_compiler(parsed, machine)  # owns both, and the code
-        self._engine.finalize_object()
-        address = self._engine.get_function_address("handler")
-        jax.ffi.register_ffi_target(
-            self.name, jax.ffi.pycapsule(ctypes.cast(address, ctypes.c_void_p)), platform="cpu"
-        )
-
-
-def call_handler(
-    handler: Handler,
-    result: Any,
-    *operands: jax.Array,
-    units: jax.Array | int,
-    alone: bool,
-    numbers: Sequence[jax.Array | int],
-) -> Any:
-    """Calls a handler of `build_handler`: its operands are the number of units and of helpers (all
-    there are, or none to work alone), the numbers as int32, then these."""
-    run = jax.ffi.ffi_call(handler.name, result, vmap_method="sequential")
-    helpers = 0 if alone else jnp.iinfo(jnp.int32).max
-    counts, values = (
-        jnp.stack([jnp.asarray(x, jnp.int32) for x in xs]) for xs in ((units, helpers), numbers)
-    )
-    return run(counts, values, *operands)
-
-
-_LOCK = threading.Lock()
-
-
-def compiled_once(make: Callable[..., Handler]) -> Callable[..., Handler]:
-    """`make`, called once for the same arguments, whichever threads trace programs: XLA keeps the
-    address of what was registered first, so that must not be thrown away for a second one."""
-    cached = functools.cache(make)
-
-    @functools.wraps(make)
-    def locked(*arguments: Any) -> Handler:
-        with _LOCK:
-            return cached(*arguments)
-
-    return locked

@@ -21,14 +21,11 @@ from pallas_kernels.llvm_build import (
     F32,
     I8,
     I64,
-    Handler,
     at,
     build_handler,
-    call_handler,
-    compiled_once,
     loop,
-    read_int,
 )
+from pallas_kernels.llvm_handler import Handler, call_handler, compiled_once
 from pallas_kernels.llvm_tiles import (
     AHEAD,
     DEPTH,
@@ -53,12 +50,18 @@ class Head(NamedTuple):
     halves: int  # tiles of rows, 1 or 2
 
 
-def _multiply(sizes: Head, builder: ir.IRBuilder, unit: ir.Value, arrays: list[ir.Value]) -> None:
+def _multiply(
+    sizes: Head,
+    builder: ir.IRBuilder,
+    unit: ir.Value,
+    numbers: list[ir.Value],
+    arrays: list[ir.Value],
+) -> None:
     """VOCABULARY columns of x @ table.T."""
     b, parts, halves = builder, num_parts(sizes.dtype), sizes.halves
     tiles = Tiles(b, parts, 2, halves)
-    _, numbers, x, table, y = arrays
-    depth, vocabulary, num_rows, apart = (read_int(b, numbers, I64(i)) for i in range(4))
+    depth, vocabulary, num_rows, apart = numbers
+    x, table, y = arrays
     steps = b.sdiv(depth, I64(DEPTH))
     first = b.mul(unit, I64(VOCABULARY))
     step_bytes = 2 * parts * TILE
@@ -115,7 +118,7 @@ def _multiply(sizes: Head, builder: ir.IRBuilder, unit: ir.Value, arrays: list[i
 
 @compiled_once
 def _kernel(sizes: Head) -> Handler:
-    return Handler("head", build_handler(4, 1, functools.partial(_multiply, sizes)))
+    return Handler("head", build_handler(4, 2, 1, functools.partial(_multiply, sizes)))
 
 
 def logits(x: Float[Array, "R E"], table: Float[Array, "V E"]) -> Float[Array, "R V"]:

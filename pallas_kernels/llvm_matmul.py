@@ -22,18 +22,15 @@ from pallas_kernels.llvm_build import (
     I16,
     I32,
     I64,
-    Handler,
     Variable,
     Vectors,
     at,
     build_handler,
-    call_handler,
-    compiled_once,
     loop,
     read,
-    read_int,
     smaller,
 )
+from pallas_kernels.llvm_handler import Handler, call_handler, compiled_once
 
 _LANES = 16
 ROWS = 8  # rows of x that are worked on at once
@@ -127,12 +124,16 @@ class _Products(Vectors):
 
 
 def _multiply(
-    sizes: Product, builder: ir.IRBuilder, unit: ir.Value, arrays: list[ir.Value]
+    sizes: Product,
+    builder: ir.IRBuilder,
+    unit: ir.Value,
+    numbers: list[ir.Value],
+    arrays: list[ir.Value],
 ) -> None:
     """COLUMNS columns of x @ w[layer]."""
     b, products = builder, _Products(sizes, builder)
-    _, numbers, x, w, y = arrays
-    depth, width, layer, num_blocks, num_live = (read_int(b, numbers, I64(i)) for i in range(5))
+    depth, width, layer, num_blocks, num_live = numbers
+    x, w, y = arrays
     parts = COLUMNS // _LANES
     matrix = b.add(b.mul(layer, b.mul(depth, width)), b.mul(unit, I64(COLUMNS)))
     with b.goto_entry_block():
@@ -202,7 +203,7 @@ def multiplies_pairs() -> bool:
 @compiled_once
 def kernel(sizes: Product) -> Handler:
     """The compiled kernel for these sizes."""
-    return Handler("few_rows_product", build_handler(4, 1, functools.partial(_multiply, sizes)))
+    return Handler("few_rows_product", build_handler(5, 2, 1, functools.partial(_multiply, sizes)))
 
 
 def multiply(
