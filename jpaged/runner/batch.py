@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.runner.buckets import Bucket
 
-# Columns of a request's row of sampling parameters. "f" marks a float32 stored by its bits.
+# Columns of a request's row of sampling parameters. "f" marks a float32 stored by its bits. A row
+# of zeros is padding: it asks for the best token and for nothing else.
 PARAMETERS = {
     "prompt_len": "i",  # tokens of the prompt: where generated tokens begin
     "temperature": "f",

@@ -299,7 +299,8 @@ def sample_rows(
     repetition = rows.parameter("repetition_penalty")
     presence = rows.parameter("presence_penalty")
     frequency = rows.parameter("frequency_penalty")
-    penalised = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
+    # No request's repetition penalty is 0, but that of a row of padding: it asks for nothing.
+    penalised = ((repetition != 1.0) & (repetition != 0.0)) | (presence != 0.0) | (frequency != 0.0)
     biased = rows.parameter("has_bias") > 0
 
     def with_penalties():

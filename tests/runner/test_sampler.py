@@ -419,3 +419,39 @@ def test_a_greedy_batch_runs_no_branch_but_argmax():
         (sampler.row_uniforms, [jnp.zeros(8, jnp.int32)] * 4, {"random_bits", "random_fold_in"}),
     ]:
         assert names <= executed(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+
+@pytest.mark.parametrize(
+    "asked, entered",
+    [
+        ({"temperature": 0.0}, set()),
+        ({"temperature": 1.0}, {"_sample"}),
+        ({"temperature": 0.0, "repetition_penalty": 1.1}, {"count_tokens"}),
+        ({"temperature": 0.0, "presence_penalty": 0.1}, {"count_tokens"}),
+        ({"temperature": 0.0, "frequency_penalty": -0.1}, {"count_tokens"}),
+        ({"temperature": 0.0, "wants_logprobs": 1}, {"log_probabilities"}),
+    ],
+    ids=str,
+)
+def test_rows_of_padding_ask_for_nothing(monkeypatch, asked, entered):
+    """A batch that is not full pays for what its requests ask for alone."""
+    called = set()
+    for name in ("_sample", "count_tokens", "log_probabilities"):
+        function = getattr(sampler, name)
+
+        def noted(*arguments, name=name, function=function):
+            called.add(name)
+            return function(*arguments)
+
+        monkeypatch.setattr(sampler, name, noted)
+    padded = make_rows([asked])._replace(
+        context_lens=jnp.array([5, 0, 0], jnp.int32),
+        slots=jnp.array([2, 0, 0]),
+        block_tables=jnp.zeros((3, 16), jnp.int32),
+    )
+    zeros = jnp.zeros((2, len(PARAMETERS)), jnp.int32)  # as `build_batch` leaves them
+    padded = padded._replace(parameters=jnp.concatenate([padded.parameters, zeros]))
+    logits = jnp.asarray(random_logits(3))
+    with jax.disable_jit():  # so that only the branch that is taken is run
+        sampler.sample_rows(logits, padded, jnp.zeros((4, 16), jnp.int32), jnp.zeros((3, VOCAB)))
+    assert called == entered
