@@ -183,9 +183,10 @@ def build_handler(num_numbers: int, num_arrays: int, num_results: int, body: Bod
     return module
 
 
-# What the threads share: counters, each on a cache line of its own, then pointers to the numbers,
-# the arrays and the results.
-_NEXT, _DONE, _USERS, _NUM_UNITS, _ARRAYS = 0, 64, 128, 192, 200
+# What the threads share: counters, each on a cache line of its own, then the numbers, then pointers
+# to the arrays and the results. A thread that comes late finds nothing of XLA's any more, so it
+# reads nothing else before it has a unit.
+_NEXT, _DONE, _USERS, _NUM_UNITS, _REST = 0, 64, 128, 192, 200
 
 
 def _counter(builder: ir.IRBuilder, shared: ir.Value, offset: int) -> ir.Value:
@@ -197,23 +198,21 @@ def _set(builder: ir.IRBuilder, base: ir.Value, offset: int, value: ir.Value) ->
     builder.store(value, builder.bitcast(place, value.type.as_pointer()))
 
 
-def _build_work(work: ir.Function, num_numbers: int, num_arrays: int, body: Body) -> None:
+def _build_work(work: ir.Function, num_numbers: int, num_pointers: int, body: Body) -> None:
     """The function of a thread: units until there are none, then it lets go of what is shared."""
     (shared,) = work.args
     blocks = [work.append_basic_block(name) for name in ("entry", "take", "unit", "leave", "done")]
     entry, take, one, leave, done = blocks
     builder = ir.IRBuilder(entry)
-    places = [
-        _field(builder, shared, _ARRAYS + 8 * i, POINTER) for i in range(num_numbers + num_arrays)
-    ]
-    numbers = [read_int(builder, place, I64(0)) for place in places[:num_numbers]]
+    kinds = [I64] * num_numbers + [POINTER] * num_pointers
+    rest = [_field(builder, shared, _REST + 8 * i, kind) for i, kind in enumerate(kinds)]
     num_units = _field(builder, shared, _NUM_UNITS, I64)
     builder.branch(take)
     builder.position_at_end(take)
     unit = builder.atomic_rmw("add", _counter(builder, shared, _NEXT), I64(1), "seq_cst")
     builder.cbranch(builder.icmp_signed("<", unit, num_units), one, leave)
     builder.position_at_end(one)
-    body(builder, unit, numbers, places[num_numbers:])
+    body(builder, unit, rest[:num_numbers], rest[num_numbers:])
     builder.atomic_rmw("add", _counter(builder, shared, _DONE), I64(1), "seq_cst")
     builder.branch(take)
     builder.position_at_end(leave)
@@ -276,14 +275,15 @@ def _build_entry(
         for i in range(count):
             buffer = _field(builder, table, 8 * i, POINTER)
             places.append(_field(builder, buffer, _DATA, POINTER))
-    num_units, wanted = (read_int(builder, places.pop(0), I64(0)) for _ in range(2))
+    scalars, pointers = places[: 2 + num_numbers], places[2 + num_numbers :]
+    num_units, wanted, *numbers = (read_int(builder, place, I64(0)) for place in scalars)
     malloc = _external(builder, "malloc", POINTER, [I64])
-    shared = builder.call(malloc, [I64(_ARRAYS + 8 * len(places))])
+    shared = builder.call(malloc, [I64(_REST + 8 * (num_numbers + len(pointers)))])
     for offset, value in ((_NEXT, 0), (_DONE, 0)):
         _set(builder, shared, offset, I64(value))
     _set(builder, shared, _NUM_UNITS, num_units)
-    for i, place in enumerate(places):
-        _set(builder, shared, _ARRAYS + 8 * i, place)
+    for i, value in enumerate([*numbers, *pointers]):
+        _set(builder, shared, _REST + 8 * i, value)
 
     api, context = _field(builder, frame, _API, POINTER), _field(builder, frame, _CONTEXT, POINTER)
     num_threads = _stack(builder, I64, [I64(1)])

@@ -7,13 +7,14 @@ process links it in a millisecond instead of compiling for half a second.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import logging
 import os
-import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,16 +67,16 @@ def _host() -> binding.TargetMachine:
 
 
 def object_code(name: str, text: str, machine: binding.TargetMachine) -> bytes:
-    """The object code of a module of LLVM IR for this machine, kept as `name` where JAX keeps
-    compiled programs, if it does."""
+    """The object code of a module of LLVM IR for this machine, kept where JAX keeps compiled
+    programs, if it does. Its file's name begins with `name`; JAX evicts none of these files."""
     config: Any = jax.config  # whose attributes mypy does not see
     folder = config.jax_compilation_cache_dir
-    # A remote folder, which JAX would write to, is left alone.
+    # A remote folder, which JAX would write to, is left alone; so is one that is not there yet.
     if not config.jax_enable_compilation_cache or not folder or not os.path.isdir(folder):
         return _compile(text, machine)
-    host = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
-    made_by = (llvmlite.__version__, binding.llvm_version_info, *host, _SPEED_LEVEL)
-    path = os.path.join(folder, f"{name}_{_digest(repr(made_by).encode()).hex()[:16]}.o")
+    host = machine.triple, binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    made_of = (text, llvmlite.__version__, binding.llvm_version_info, *host, _SPEED_LEVEL)
+    path = os.path.join(folder, f"{name}_{_digest(repr(made_of).encode()).hex()[:16]}.o")
     code = _read(path)
     if code is None:
         code = _compile(text, machine)
@@ -105,17 +106,16 @@ def _read(path: str) -> bytes | None:
 def _write(path: str, code: bytes) -> None:
     """Keep object code at `path`, behind its digest. Other processes may be writing there too, so
     it is put in its place when it is whole."""
+    unfinished = f"{path}.{uuid.uuid4().hex}"
     try:
-        number, unfinished = tempfile.mkstemp(dir=os.path.dirname(path))
-        try:
-            with open(number, "wb") as file:
-                file.write(_digest(code) + code)
-            os.replace(unfinished, path)
-        except OSError:
-            os.unlink(unfinished)
-            raise
+        with open(unfinished, "xb") as file:  # readable by whoever the user's umask lets read
+            file.write(_digest(code) + code)
+        os.replace(unfinished, path)
     except OSError as error:
         logger.warning("object code could not be kept at %s: %s", path, error)
+    finally:
+        with contextlib.suppress(OSError):  # it has its own name now
+            os.unlink(unfinished)
 
 
 def call_handler(

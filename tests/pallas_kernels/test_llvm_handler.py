@@ -42,11 +42,17 @@ def machine():
     return llvm_handler._host()
 
 
-def test_compiled_once_for_all_processes(folder, compiled, machine):
+def test_what_was_kept_is_found_again(folder, compiled, machine):
     first = object_code("add", TEXT, machine)
     assert object_code("add", TEXT, machine) == first
     assert compiled == [TEXT]
-    assert [file.suffix for file in folder.iterdir()] == [".o"]  # nothing half written is left
+    (file,) = folder.iterdir()  # nothing half written is left
+    assert file.suffix == ".o"
+    plain = folder / "plain"
+    plain.touch()
+    assert file.stat().st_mode == plain.stat().st_mode  # others may read it who may read that
+    object_code("add", TEXT.replace("1", "2"), machine)  # a name alone says too little
+    assert len(compiled) == 2
 
 
 DAMAGES = {
@@ -126,9 +132,40 @@ np.testing.assert_allclose(y, np.asarray(x) @ np.asarray(w[1]), rtol=2e-5, atol=
 
 
 def test_a_second_process_links_what_the_first_compiled(tmp_path):
-    for time in ("first", "again"):
+    for turn in ("first", "again"):
         ran = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(tmp_path), time], capture_output=True, text=True
+            [sys.executable, "-c", PROGRAM, str(tmp_path), turn], capture_output=True, text=True
         )
         assert ran.returncode == 0, ran.stderr
         assert list(tmp_path.glob("few_rows_product*.o"))
+
+
+LATE = """
+import ctypes, sys
+import pallas_kernels.llvm_build as build
+from pallas_kernels.llvm_handler import _compile, _host
+from llvmlite import binding
+
+def body(builder, unit, numbers, arrays):
+    builder.store(numbers[0], builder.bitcast(arrays[0], build.I64.as_pointer()))
+
+machine = _host()
+code = _compile(str(build.build_handler(3, 2, 1, body)), machine)
+engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+engine.add_object_file(binding.ObjectFileRef.from_data(code))
+engine.finalize_object()
+work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("work"))
+shared = (ctypes.c_int64 * 64)(*[8] * 64)  # 8 is no address
+units = 5
+for place, value in ((build._NEXT, units), (build._DONE, units), (build._NUM_UNITS, units),
+                     (build._USERS, 2)):
+    shared[place // 8] = value
+work(ctypes.addressof(shared))
+assert shared[build._USERS // 8] == 1 and shared[build._NEXT // 8] == units + 1
+"""
+
+
+def test_a_helper_that_comes_late_reads_nothing_of_xlas():
+    """When the handler has returned, its operands may be anywhere."""
+    ran = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
+    assert ran.returncode == 0, (ran.returncode, ran.stderr)
