@@ -21,11 +21,11 @@ from jpaged.models import Llama, LlamaConfig
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory) -> None:
     """Engines of equal shapes compile once a session, in whichever of pytest-xdist's workers:
-    compiling is most of what the tests cost. Where JAX is told of a folder, sessions share it."""
+    compiling is most of what the tests cost. Sessions share the folder $JPAGED_TEST_CACHE."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    enable_compilation_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(folder / "xla"))
+    enable_compilation_cache(os.environ.get("JPAGED_TEST_CACHE") or str(folder / "xla"))
 
 
 @pytest.fixture(scope="session")

@@ -211,14 +211,14 @@ def custom_calls(program: jax.stages.Compiled | jax.stages.Lowered) -> collectio
 
 @pytest.fixture
 def lowered_steps(tiny_checkpoint, monkeypatch):
-    """Forward programs of 8, 64 and 96 tokens of a backend, by tokens, as XLA gets them."""
+    """The forward programs of a backend, of 8 to 96 tokens, by tokens, as XLA gets them."""
 
     def lower(backend: str) -> dict[int, jax.stages.Lowered]:
         config = EngineConfig(attention_backend=backend, num_blocks=8, max_num_batched_tokens=96)
         runner = Engine(tiny_checkpoint, config).runner
-        monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, options: lowered)
-        buckets = {bucket.tokens: bucket for bucket in runner.buckets}
-        return {n: runner._compile_forward(buckets[n], num_blocks=8) for n in (8, 64, 96)}
+        monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, *_: lowered)
+        assert {8, 64, 96} <= {bucket.tokens for bucket in runner.buckets}
+        return {b.tokens: runner._compile_forward(b, num_blocks=8) for b in runner.buckets}
 
     return lower
 

@@ -94,14 +94,11 @@ CONFIGS = {
 }
 
 
+SLOW = {"plain", "recompute"}
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "overlap",
-        pytest.param("plain", marks=pytest.mark.slow),
-        pytest.param("recompute", marks=pytest.mark.slow),
-        "swap, cached",
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CONFIGS]
 )
 def test_the_outputs_are_those_of_single_steps(name, make_engine, expected, is_tie):
     requests, singles = expected

@@ -91,8 +91,11 @@ def expected(make_engine):
     return requests, serve(engine, requests, aborted={})
 
 
+SLOW = {"recompute"}
+
+
 @pytest.mark.parametrize(
-    "name", ["roomy", pytest.param("recompute", marks=pytest.mark.slow), "swap, cached"]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CONFIGS]
 )
 def test_the_outputs_are_those_of_the_plain_loop(name, make_engine, expected):
     requests, plain = expected

@@ -296,18 +296,18 @@ class Client:
 
 
 def make_soaked_engine(make_engine, **overrides) -> Engine:
-    settings = {
-        "num_blocks": NUM_BLOCKS,
-        "block_size": BLOCK_SIZE,
-        "max_model_len": MAX_MODEL_LEN,
-        "max_num_seqs": 32,
-        "max_num_batched_tokens": 128,
-        "enable_prefix_caching": True,
-        "preemption_mode": "auto",
-        "swap_space_gib": 0.00025,  # 32 blocks: full at times, and then it is recompute again
-        "scheduling_policy": "priority",
-    }
-    engine = make_engine(**settings | overrides)
+    engine = make_engine(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=32,
+        max_num_batched_tokens=128,
+        enable_prefix_caching=True,
+        preemption_mode="auto",
+        swap_space_gib=0.00025,  # 32 blocks: full at times, and then it is recompute again
+        scheduling_policy="priority",
+        **overrides,
+    )
     # Swapping is the cheaper way for requests whose blocks are at least 4/5 full.
     link = 2 * engine.runner.bytes_per_swapped_block / (0.8 * BLOCK_SIZE)
     engine._loop.costs = PreemptionCosts(link, prefill_tokens_per_second=1.0)
