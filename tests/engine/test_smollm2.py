@@ -132,9 +132,9 @@ def test_greedy_tokens_of_all_prompts_are_transformers(small_pool, golden):
     "settings, preemptions",
     [
         ({"block_size": 8, "num_blocks": 198}, 10),
-        ({"block_size": 32, "num_blocks": 50}, 10),
+        ({"block_size": 32, "num_blocks": 50}, 5),
         ({"block_size": 64, "num_blocks": 25}, 4),
-        ({"num_blocks": 99, "max_num_batched_tokens": 64}, 10),
+        ({"num_blocks": 99, "max_num_batched_tokens": 64}, 5),
         ({"num_blocks": 99, "max_decode_steps": 8}, 4),
     ],
     ids=str,
