@@ -49,7 +49,8 @@ class EngineConfig:
             strings are found afterwards). Takes a program more for each bucket of decodes.
         batch_invariant: a request's log-probabilities are bitwise the same whatever else is in the
             batch, and however it was scheduled, preempted or cached. Slower.
-        compilation_cache_dir: folder of JAX's persistent compilation cache, or None for none.
+        compilation_cache_dir: folder of JAX's persistent compilation cache, where the kernels for
+            CPUs are kept too, or None for none.
         seed: seeds requests that bring no seed of their own, in [0, 2^63).
 
     Raises:

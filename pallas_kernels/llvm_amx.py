@@ -22,6 +22,7 @@ from pallas_kernels.llvm_build import (
     F32,
     I8,
     I64,
+    Work,
     at,
     build_handler,
     larger,
@@ -61,15 +62,10 @@ class Product(NamedTuple):
     blocks: int  # tiles of rows that are multiplied at once, 1 or 2
 
 
-def _lay_out(
-    sizes: Product,
-    builder: ir.IRBuilder,
-    unit: ir.Value,
-    numbers: list[ir.Value],
-    arrays: list[ir.Value],
-) -> None:
+def _lay_out(sizes: Product, work: Work) -> None:
     """One tile's rows of x, as tiles [group, step, part, block] of the result."""
-    b, parts, blocks = builder, num_parts(sizes.dtype), sizes.blocks
+    b, unit, numbers, arrays = work
+    parts, blocks = num_parts(sizes.dtype), sizes.blocks
     tiles = Tiles(b, parts, blocks, 2)
     num_rows, depth = numbers
     x, y = arrays
@@ -88,15 +84,10 @@ def _lay_out(
                 tiles.keep(tiles.joined(*half), y, b.add(b.mul(tile, I64(TILE)), line))
 
 
-def _multiply(
-    sizes: Product,
-    builder: ir.IRBuilder,
-    unit: ir.Value,
-    numbers: list[ir.Value],
-    arrays: list[ir.Value],
-) -> None:
+def _multiply(sizes: Product, work: Work) -> None:
     """COLUMNS columns of x @ w[layer], of the rows of a panel."""
-    b, parts, blocks = builder, num_parts(sizes.dtype), sizes.blocks
+    b, unit, numbers, arrays = work
+    parts, blocks = num_parts(sizes.dtype), sizes.blocks
     tiles = Tiles(b, parts, blocks, 2)
     depth, width, layer, groups, num_live, panel, apart = numbers
     x, w, y = arrays

@@ -27,6 +27,7 @@ from pallas_kernels.llvm_build import (
     I64,
     Variable,
     Vectors,
+    Work,
     at,
     build_handler,
     larger,
@@ -132,15 +133,10 @@ class _Emitter(Vectors):
         return [range(i, min(i + step, group)) for i in range(0, group, step)]
 
 
-def _attend(
-    sizes: Sizes,
-    builder: ir.IRBuilder,
-    unit: ir.Value,
-    numbers: list[ir.Value],
-    arrays: list[ir.Value],
-) -> None:
+def _attend(sizes: Sizes, work: Work) -> None:
     """One KV head of one row. The arrays are operands and results of `attend_rows`'s call."""
-    b, emit = builder, _Emitter(sizes, builder)
+    b, unit, numbers, arrays = work
+    emit = _Emitter(sizes, b)
     first_row, last_block, num_columns = numbers
     q, pool, tables, sequences, low, high, scale_of, maxima, totals, outputs = arrays
     K, G, B, D = sizes.num_kv_heads, sizes.group, sizes.block_size, sizes.head_dim

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from llvmlite import ir
 
@@ -159,9 +160,16 @@ def _field(builder: ir.IRBuilder, base: ir.Value, offset: int, kind: ir.Type) ->
     return builder.load(builder.bitcast(place, kind.as_pointer()))
 
 
-# Builds what is done for a unit, from its number (int64), those that the call gives (int64) and
-# pointers to the memory of its arrays and results.
-Body = Callable[[ir.IRBuilder, ir.Value, list[ir.Value], list[ir.Value]], None]
+class Work(NamedTuple):
+    """What a kernel's body is built from: what is done for a unit."""
+
+    builder: ir.IRBuilder
+    unit: ir.Value  # its number, int64
+    numbers: list[ir.Value]  # those that the call gives, int64
+    arrays: list[ir.Value]  # pointers to the memory of its arrays and results
+
+
+Body = Callable[[Work], None]
 
 
 def build_handler(num_numbers: int, num_arrays: int, num_results: int, body: Body) -> ir.Module:
@@ -212,7 +220,7 @@ def _build_work(work: ir.Function, num_numbers: int, num_pointers: int, body: Bo
     unit = builder.atomic_rmw("add", _counter(builder, shared, _NEXT), I64(1), "seq_cst")
     builder.cbranch(builder.icmp_signed("<", unit, num_units), one, leave)
     builder.position_at_end(one)
-    body(builder, unit, rest[:num_numbers], rest[num_numbers:])
+    body(Work(builder, unit, rest[:num_numbers], rest[num_numbers:]))
     builder.atomic_rmw("add", _counter(builder, shared, _DONE), I64(1), "seq_cst")
     builder.branch(take)
     builder.position_at_end(leave)

@@ -21,6 +21,7 @@ from pallas_kernels.llvm_build import (
     F32,
     I8,
     I64,
+    Work,
     at,
     build_handler,
     loop,
@@ -50,15 +51,10 @@ class Head(NamedTuple):
     halves: int  # tiles of rows, 1 or 2
 
 
-def _multiply(
-    sizes: Head,
-    builder: ir.IRBuilder,
-    unit: ir.Value,
-    numbers: list[ir.Value],
-    arrays: list[ir.Value],
-) -> None:
+def _multiply(sizes: Head, work: Work) -> None:
     """VOCABULARY columns of x @ table.T."""
-    b, parts, halves = builder, num_parts(sizes.dtype), sizes.halves
+    b, unit, numbers, arrays = work
+    parts, halves = num_parts(sizes.dtype), sizes.halves
     tiles = Tiles(b, parts, 2, halves)
     depth, vocabulary, num_rows, apart = numbers
     x, table, y = arrays

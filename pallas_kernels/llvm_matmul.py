@@ -24,6 +24,7 @@ from pallas_kernels.llvm_build import (
     I64,
     Variable,
     Vectors,
+    Work,
     at,
     build_handler,
     loop,
@@ -123,15 +124,10 @@ class _Products(Vectors):
         return found
 
 
-def _multiply(
-    sizes: Product,
-    builder: ir.IRBuilder,
-    unit: ir.Value,
-    numbers: list[ir.Value],
-    arrays: list[ir.Value],
-) -> None:
+def _multiply(sizes: Product, work: Work) -> None:
     """COLUMNS columns of x @ w[layer]."""
-    b, products = builder, _Products(sizes, builder)
+    b, unit, numbers, arrays = work
+    products = _Products(sizes, b)
     depth, width, layer, num_blocks, num_live = numbers
     x, w, y = arrays
     parts = COLUMNS // _LANES
