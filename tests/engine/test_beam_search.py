@@ -30,7 +30,7 @@ def llm(smollm2) -> LLM:
         max_model_len=512,
         max_num_seqs=32,
         max_num_batched_tokens=32,
-        num_blocks=60,
+        num_blocks=40,
         preemption_mode="swap",
         swap_space_gib=0.1,
     )
