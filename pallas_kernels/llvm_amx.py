@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
@@ -232,7 +234,8 @@ def multiply(
     )
     most = max(_PANEL // (group_rows * depth * parts * 2), _LEAST)
     panel = -(-groups // -(-groups // most))
-    live = jnp.clip((jnp.asarray(num_live, jnp.int32) + group_rows - 1) // group_rows, 0, groups)
+    live = jnp.asarray(num_live, jnp.int32) + (group_rows - 1)
+    live = lax.clamp(0, lax.div(live, np.int32(group_rows)), groups)
     alone = depth * width < _ALONE
     y = call_handler(
         _kernel("tiles_product", sizes),

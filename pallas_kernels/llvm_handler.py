@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import llvmlite
+import numpy as np
 from llvmlite import binding, ir
 
 logger = logging.getLogger(__name__)
@@ -135,8 +136,13 @@ def call_handler(
              XLA's a call.
     """
     run = jax.ffi.ffi_call(handler.name, result, vmap_method="sequential")
-    helpers = jnp.where(alone, 0, jnp.iinfo(jnp.int32).max)
-    return run(*(jnp.asarray(x, jnp.int32) for x in (units, helpers, *numbers)), *arrays)
+    most = np.iinfo(np.int32).max
+    helpers = (0 if alone else most) if isinstance(alone, bool) else jnp.where(alone, 0, most)
+    scalars = (
+        np.int32(x) if isinstance(x, int) else x.astype(jnp.int32)
+        for x in (units, helpers, *numbers)
+    )
+    return run(*scalars, *arrays)
 
 
 _LOCK = threading.Lock()

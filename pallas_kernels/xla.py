@@ -26,15 +26,15 @@ def unsupported(case: Case, target: Target) -> str | None:
 
 def write_kv(kv_pool, layer, k, v, slot_mapping):
     """One scatter of the tokens' keys and values."""
-    _, num_blocks, _, _, block_size, _ = kv_pool.shape
+    block_size = kv_pool.shape[4]
     kv = jnp.stack([k, v], axis=1)  # [T, 2, K, D]
     if kv_pool.dtype == jnp.uint16:
         kv = lax.bitcast_convert_type(kv, jnp.uint16)
-    # JAX counts negative indices from the end, so they have to be moved out of range by hand.
-    blocks = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
-    offsets = slot_mapping % block_size
+    # Of a negative slot one of the two is negative.
+    blocks, offsets = lax.div(slot_mapping, block_size), lax.rem(slot_mapping, block_size)
     blocks, offsets, kv = (_at_least_two(x) for x in (blocks, offsets, kv))
-    return kv_pool.at[layer, blocks, :, :, offsets].set(kv, mode="drop")
+    places = kv_pool.at[layer, blocks, :, :, offsets]
+    return places.set(kv, mode="drop", wrap_negative_indices=False)
 
 
 def copy_blocks(kv_pool, sources, destinations):
@@ -50,10 +50,8 @@ def gather_blocks(kv_pool, blocks):
 
 def scatter_blocks(kv_pool, blocks, data):
     """One scatter over the block axis."""
-    # JAX counts negative indices from the end, so they have to be moved out of range by hand.
-    blocks = jnp.where(blocks < 0, kv_pool.shape[1], blocks)
     blocks, data = _at_least_two(blocks), _at_least_two(data, axis=1)
-    return kv_pool.at[:, blocks].set(data, mode="drop")
+    return kv_pool.at[:, blocks].set(data, mode="drop", wrap_negative_indices=False)
 
 
 def _at_least_two(x, axis=0):

@@ -381,9 +381,13 @@ def paged_attention(arguments: Attention, attend_rows=None):
         rows = (x[jnp.maximum(place[sequence], 0)] for x in finish(decoded, sinks, q.dtype))
         is_row = is_decode[sequence] & (token < query_starts[-1])
     else:
-        position = (call.context_lens - query_starts[1:])[sequence] + token
+
+        def of_its_sequence(x):  # each token's
+            return x.at[sequence].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+        position = of_its_sequence(call.context_lens - query_starts[1:]) + token
         by_rows = (query_lens <= SHORT_QUERY) | arguments.batch_invariant
-        is_row = by_rows[sequence] & (token < query_starts[-1]) & (position >= 0)
+        is_row = of_its_sequence(by_rows) & (token < query_starts[-1]) & (position >= 0)
         low, high = (jnp.where(is_row, x, 0) for x in (call.first_visible(position), position + 1))
         rows = finish(attend_rows(call, sequence, low, high), sinks, q.dtype)
     out, lse = (jnp.where(is_row[:, None], x, nothing) for x, nothing in zip(rows, (0, -jnp.inf)))

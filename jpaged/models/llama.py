@@ -229,8 +229,9 @@ class Llama(nnx.Module):
             layer, own = xs
 
             def block(live) -> DecoderLayer:
+                num_live = live.sum(dtype=jnp.int32)
                 mine = [
-                    LayerOf(leaf, layer, live.sum(dtype=jnp.int32)) if whole else one
+                    LayerOf(leaf, layer, num_live) if whole else one
                     for leaf, whole, one in zip(leaves, in_stack, own)
                 ]
                 return nnx.merge(graphdef, jax.tree.unflatten(treedef, mine))

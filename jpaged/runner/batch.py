@@ -107,6 +107,13 @@ def read_num_steps(buffer: Int[np.ndarray, " words"]) -> int:
     return int(buffer[2])
 
 
+def read_logprob_targets(
+    buffer: Int[np.ndarray, " words"], bucket: Bucket
+) -> Int[np.ndarray, " T"] | None:
+    """The prompt tokens whose logprobs a packed buffer asks for, -1 elsewhere; None if none."""
+    return _split(buffer, bucket)["logprob_targets"] if buffer[1] else None
+
+
 def pack_parameters(values: dict[str, int | float]) -> Int[np.ndarray, " P"]:
     """One request's row of sampling parameters, from a value for each name in PARAMETERS."""
     row = np.empty(len(PARAMETERS), np.int32)

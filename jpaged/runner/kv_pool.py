@@ -109,7 +109,7 @@ def set_tokens(
     if tokens.shape[0] == 1:
         index = tuple(jnp.repeat(i, 2) for i in index)
         tokens = jnp.repeat(tokens, 2, axis=0)
-    return token_pool.at[index].set(tokens, mode="drop")
+    return token_pool.at[index].set(tokens, mode="drop", wrap_negative_indices=False)
 
 
 def log_pool(num_blocks: int, block_size: int, max_model_len: int, bytes_per_block: int) -> None:

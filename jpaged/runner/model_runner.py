@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
-from jpaged.runner.batch import PARAMETERS, buffer_size, unpack
+from jpaged.runner.batch import PARAMETERS, buffer_size, read_logprob_targets, unpack
 from jpaged.runner.block_moves import BlockMoves
 from jpaged.runner.buckets import Bucket, decode_buckets
 from jpaged.runner.compilations import compiler_options
@@ -30,7 +30,7 @@ from jpaged.runner.kv_pool import (
     blocks_in,
     storage_dtype,
 )
-from jpaged.runner.step import Sampling, decode_steps, forward, sample
+from jpaged.runner.step import Sampling, decode_steps, forward, prompt_logprobs, sample
 from jpaged.runner.step_result import StepResult
 from jpaged.runner.swap_pool import SwapPool, measure_link, swap_blocks_in
 from jpaged.runner.weights import for_device
@@ -76,10 +76,11 @@ def _is_usable(*arrays: Array) -> bool:
 
 
 class ModelRunner:
-    """Weights, pools and compiled programs: for each bucket one for the forward pass, and one for
-    sampling that the buckets share (it takes as long to compile as a forward pass, and does not
-    depend on the number of tokens). If several decode steps may be asked for in one call, there is
-    one more for each bucket that decodes need, which does both in a loop.
+    """Weights, pools and compiled programs: for each bucket one for the forward pass, and two that
+    the buckets share (each takes as long to compile as a forward pass, and does not depend on the
+    number of tokens): one for sampling, one for the logprobs of prompts. If several decode steps
+    may be asked for in one call, there is one more for each bucket that decodes need, which does
+    forward pass and sampling in a loop.
 
     Not thread-safe. The pools are donated to each step and replaced by what it returns, so a step
     that is under way must be the only user of them.
@@ -140,10 +141,11 @@ class ModelRunner:
         )
         self._bias_table = self._new_bias_table()
         self._last_tokens = self._new_last_tokens()
-        self._set_bias: Callable | None = None
+        self._hidden = self._new_hidden()
         self._forward: dict[Bucket, jax.stages.Compiled] = {}
         self._sample: dict[tuple[int, int], jax.stages.Compiled] = {}  # by rows and table width
         self._decode: dict[Bucket, jax.stages.Compiled] = {}
+        self._others: dict[str, jax.stages.Compiled] = {}  # set_bias and prompt_logprobs
         if num_blocks is None:
             temporary = 0
             if self.device.platform != "cpu":
@@ -153,6 +155,7 @@ class ModelRunner:
                 programs = [
                     self._compile_forward(largest, num_blocks=2),
                     self._compile_sample(rows, largest.blocks, num_blocks=2),
+                    self._compile_prompt_logprobs(),
                 ]
                 if max_decode_steps > 1:
                     largest = decode_buckets(buckets)[-1]
@@ -223,6 +226,11 @@ class ModelRunner:
     def _new_last_tokens(self) -> Int[Array, " slots"]:
         return jnp.zeros(self._num_slots, jnp.int32)
 
+    def _new_hidden(self) -> Float[Array, "T E"]:
+        """Where each step leaves its hidden states, as many as the largest bucket has."""
+        shape = self.buckets[-1].tokens, self._hidden_size
+        return jnp.zeros(shape, self._leaves[0].dtype)
+
     def restore_pools(self) -> None:
         """Allocate anew, and empty, what a failed step has lost.
 
@@ -233,6 +241,8 @@ class ModelRunner:
             self._kv_pool, self._token_pool = self._new_pools()
         if not _is_usable(self._bias_table):
             self._bias_table = self._new_bias_table()
+        if not _is_usable(self._hidden):
+            self._hidden = self._new_hidden()
         # Nobody is to be fed from it: all that ran has lost its memory.
         self._last_tokens = self._new_last_tokens()
 
@@ -260,21 +270,23 @@ class ModelRunner:
     def _compile_forward(self, bucket: Bucket, num_blocks: int) -> jax.stages.Compiled:
         rows = self._sampling_rows(bucket)
 
-        def run(leaves, kv_pool, token_pool, last_tokens, buffer):
-            return forward(
-                self._model(leaves), kv_pool, token_pool, last_tokens,
-                unpack(buffer, bucket), sampling_rows=rows, backend=self._backend, tile=self._tile,
-                row_tile=self._row_tile,
+        def run(leaves, kv_pool, token_pool, all_hidden, last_tokens, buffer):
+            kv_pool, token_pool, sampling, hidden = forward(
+                self._model(leaves), kv_pool, token_pool, last_tokens, unpack(buffer, bucket),
+                sampling_rows=rows, backend=self._backend, row_tile=self._row_tile,
             )  # fmt: skip
+            all_hidden = lax.dynamic_update_slice(all_hidden, hidden, (0, 0))
+            return kv_pool, token_pool, all_hidden, sampling
 
         run.__name__ = f"forward_{bucket.tokens}_{bucket.sequences}_{bucket.blocks}"
         shapes = (
             self._leaf_shapes(),
             *self._pool_shapes(num_blocks),
+            jax.ShapeDtypeStruct(self._hidden.shape, self._hidden.dtype),
             jax.ShapeDtypeStruct((self._num_slots,), jnp.int32),
             jax.ShapeDtypeStruct((buffer_size(bucket),), jnp.int32),
         )
-        return self._compiled(jax.jit(run, donate_argnums=(1, 2)), *shapes)
+        return self._compiled(jax.jit(run, donate_argnums=(1, 2, 3)), *shapes)
 
     def _compile_decode(self, bucket: Bucket, num_blocks: int) -> jax.stages.Compiled:
 
@@ -325,12 +337,24 @@ class ModelRunner:
         )  # fmt: skip
         return self._compiled(jax.jit(run), *shapes)
 
+    def _compile_prompt_logprobs(self) -> jax.stages.Compiled:
+        def run(leaves, hidden, targets):
+            return prompt_logprobs(self._model(leaves), hidden, targets, tile=self._tile)
+
+        run.__name__ = "prompt_logprobs"
+        shapes = (
+            self._leaf_shapes(),
+            jax.ShapeDtypeStruct(self._hidden.shape, self._hidden.dtype),
+            jax.ShapeDtypeStruct(self._hidden.shape[:1], jnp.int32),
+        )
+        return self._compiled(jax.jit(run), *shapes)
+
     def _compiled(self, program: Any, *shapes: Any) -> jax.stages.Compiled:
         # The kernels are chosen while tracing, by the default device, which is a thread's own.
         with jax.default_device(self.device):
             return program.lower(*shapes).compile(compiler_options(self.device.platform))
 
-    def _compile_set_bias(self) -> Callable:
+    def _compile_set_bias(self) -> jax.stages.Compiled:
         def set_bias(table, slot, row):
             return lax.dynamic_update_slice(table, row[None], (slot, 0))
 
@@ -352,7 +376,6 @@ class ModelRunner:
         return time.perf_counter() - began
 
     def _compile_all(self, progress: bool) -> None:
-        self._set_bias = self._compile_set_bias()
         # The largest first: they take longest, so they should not be the last ones running.
         jobs: dict[Future, tuple[dict, Any]] = {}
         threads = min(8, os.cpu_count() or 1)
@@ -363,6 +386,8 @@ class ModelRunner:
             for move in self._moves.keys():  # noqa: SIM118 (a method)
                 job = pool.submit(self._moves.compile_program, *move)
                 jobs[job] = self._moves.programs, move
+            jobs[pool.submit(self._compile_set_bias)] = self._others, "set_bias"
+            jobs[pool.submit(self._compile_prompt_logprobs)] = self._others, "prompt_logprobs"
             for key in sorted({(self._sampling_rows(b), b.blocks) for b in self.buckets}):
                 jobs[pool.submit(self._compile_sample, *key, self.num_blocks)] = self._sample, key
             if self._max_decode_steps > 1:
@@ -384,15 +409,15 @@ class ModelRunner:
 
     def set_bias(self, slot: int, row: Float[np.ndarray, " V"]) -> None:
         """Put a request's logit bias into its row of the bias table: once a request, not a step."""
-        assert self._set_bias is not None, "compile() comes first"
-        self._bias_table = self._set_bias(self._bias_table, np.int32(slot), row)
+        self._bias_table = self._others["set_bias"](self._bias_table, np.int32(slot), row)
 
     def execute(self, bucket: Bucket, buffer: Int[np.ndarray, " words"]) -> StepResult:
         """Dispatch one step and return at once. `buffer` must not be written to afterwards."""
-        self._kv_pool, self._token_pool, sampling, prompt_rows = self._forward[bucket](
+        self._kv_pool, self._token_pool, self._hidden, sampling = self._forward[bucket](
             self._leaves,
             self._kv_pool,
             self._token_pool,
+            self._hidden,
             self._last_tokens,
             buffer,
         )
@@ -401,7 +426,18 @@ class ModelRunner:
             self._leaves, self._token_pool, self._bias_table, self._last_tokens, sampling
         )
         rows.copy_to_host_async()
-        return StepResult(rows, prompt_rows)
+        return StepResult(rows, self._run_prompt_logprobs(bucket, buffer))
+
+    def _run_prompt_logprobs(
+        self, bucket: Bucket, buffer: Int[np.ndarray, " words"]
+    ) -> Int[Array, "T W"] | None:
+        """Of the step dispatched last, if it was asked for any."""
+        wanted = read_logprob_targets(buffer, bucket)
+        if wanted is None:
+            return None
+        targets = np.full(len(self._hidden), -1, np.int32)
+        targets[: len(wanted)] = wanted
+        return self._others["prompt_logprobs"](self._leaves, self._hidden, targets)
 
     def execute_decodes(self, bucket: Bucket, buffer: Int[np.ndarray, " words"]) -> StepResult:
         """Dispatch several decode steps of the same sequences (`step.decode_steps`), as `execute`

@@ -27,6 +27,11 @@ def _pack_rows(token, logprob, top_ids, top_logprobs) -> Int[Array, "R W"]:
     )
 
 
+def _at(x: Array, *index: Int[Array, " n"]) -> Array:
+    """x[index], of indices that lie inside."""
+    return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
 def _over_tiles(
     tile: int, rows: int, live: Int[Array, ""], compute: Callable[[Int[Array, ""]], Array]
 ) -> Int[Array, "rows W"]:
@@ -61,36 +66,37 @@ def forward(
     *,
     sampling_rows: int,
     backend: str,
-    tile: int,
     row_tile: int | None = None,
-) -> tuple[Array, Array, Sampling, Int[Array, "T W"]]:
-    """The first half of a step: KV writes, forward pass, logprobs of prompt tokens.
+) -> tuple[Array, Array, Sampling, Float[Array, "T E"]]:
+    """The first half of a step: KV writes and the forward pass.
 
     last_tokens  the token sampled last in each slot, for rows whose token the host did not know
                  (-1)
 
-    Returns the pools, what sampling needs (padded to `sampling_rows`), and the prompt tokens'
-    logprobs (rows of RESULT_WIDTH int32; zero where not asked for).
+    Returns the pools, what sampling needs (padded to `sampling_rows`), and all hidden states.
     """
     T, S = len(batch.token_ids), len(batch.slots)
     N, B = token_pool.shape
     starts = batch.query_starts
 
-    token = jnp.arange(T)
-    row = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, S - 1)
+    token = jnp.arange(T, dtype=jnp.int32)
+    ended = jnp.searchsorted(starts[1:], token, side="right", method="compare_all")
+    row = jnp.minimum(ended, S - 1)
     live = token < starts[-1]
-    position = batch.context_lens[row] - starts[row + 1] + token
+    position = _at(batch.context_lens, row) - _at(starts, row + 1) + token
     position = jnp.where(live, position, 0)
-    slot = batch.block_tables[row, position // B] * B + position % B
-    slot = jnp.where(live, slot, N * B)  # out of range: dropped by the writes
+    # lax's division truncates. Python's is nine operations more: each costs every start something.
+    block, offset = lax.div(position, B), lax.rem(position, B)
+    block = jnp.where(live, _at(batch.block_tables, row, block), N)  # out of range: not written
 
-    token_ids = jnp.where(batch.token_ids < 0, last_tokens[batch.slots[row]], batch.token_ids)
-    token_pool = set_tokens(token_pool, (slot // B, slot % B), token_ids)
+    last = _at(last_tokens, _at(batch.slots, row))
+    token_ids = jnp.where(batch.token_ids < 0, last, batch.token_ids)
+    token_pool = set_tokens(token_pool, (block, offset), token_ids)
     hidden, kv_pool = model(
         token_ids,
         position,
         kv_pool,
-        slot,
+        block * B + offset,
         batch.block_tables,
         starts,
         batch.context_lens,
@@ -98,33 +104,41 @@ def forward(
         row_tile=row_tile,
     )
 
-    def prompt_logprobs(start):
-        targets = lax.dynamic_slice_in_dim(batch.logprob_targets, start, min(tile, T), axis=0)
-
-        def compute():
-            rows = lax.dynamic_slice_in_dim(hidden, start, min(tile, T), axis=0)
-            wanted = jnp.maximum(targets, 0)
-            logits = model.logits(rows)  # type: ignore[attr-defined]
-            return _pack_rows(wanted, *log_probabilities(logits, wanted))
-
-        nothing = jnp.zeros((min(tile, T), RESULT_WIDTH), jnp.int32)
-        return lax.cond((targets >= 0).any(), compute, lambda: nothing)
-
-    wanted = jnp.where(batch.wants_prompt_logprobs > 0, starts[-1], 0)
-    prompt_rows = _over_tiles(min(tile, T), T, wanted, prompt_logprobs)
-
     def padded(x):
-        return jnp.pad(x, [(0, sampling_rows - S)] + [(0, 0)] * (x.ndim - 1))
+        return lax.pad(x, x.dtype.type(0), [(0, sampling_rows - S, 0)] + [(0, 0, 0)] * (x.ndim - 1))
 
     sampling = Sampling(
         batch.num_sampled,
-        padded(hidden[jnp.maximum(starts[1:] - 1, 0)]),
+        padded(_at(hidden, jnp.maximum(starts[1:] - 1, 0))),
         padded(batch.context_lens),
         padded(batch.slots),
         padded(batch.parameters),
         padded(batch.block_tables),
     )
-    return kv_pool, token_pool, sampling, prompt_rows
+    return kv_pool, token_pool, sampling, hidden
+
+
+def prompt_logprobs(
+    model: nnx.Module, hidden: Float[Array, "T E"], targets: Int[Array, " T"], *, tile: int
+) -> Int[Array, "T W"]:
+    """The logprobs of prompt tokens, where a step is asked for any: of each row of hidden states
+    its target's and the best ones, packed. Rows whose target is -1 mean nothing."""
+    T = len(targets)
+    tile = min(tile, T)
+
+    def compute(start):
+        rows, wanted = (lax.dynamic_slice_in_dim(x, start, tile, axis=0) for x in (hidden, targets))
+
+        def packed():
+            logits = model.logits(rows)  # type: ignore[attr-defined]
+            tokens = jnp.maximum(wanted, 0)
+            return _pack_rows(tokens, *log_probabilities(logits, tokens))
+
+        nothing = jnp.zeros((tile, RESULT_WIDTH), jnp.int32)
+        return lax.cond((wanted >= 0).any(), packed, lambda: nothing)
+
+    live = jnp.max(jnp.where(targets >= 0, jnp.arange(1, T + 1), 0))
+    return _over_tiles(tile, T, live, compute)
 
 
 def sample(
@@ -192,7 +206,7 @@ def decode_steps(
         )
         kv_pool, token_pool, sampling, _ = forward(
             model, kv_pool, token_pool, last_tokens, now,
-            sampling_rows=sampling_rows, backend=backend, tile=tile,
+            sampling_rows=sampling_rows, backend=backend,
         )  # fmt: skip
         rows, last_tokens = sample(model, token_pool, bias_table, last_tokens, sampling, tile=tile)
         stopped = (rows[: len(live), :1] == stops).any(axis=1)

@@ -30,9 +30,9 @@ class StepResult:
         return self._rows.is_ready()  # type: ignore[attr-defined]
 
     def wait_for_prompt_logprobs(self) -> None:
-        """Wait until `prompt_logprobs` can be read."""
-        assert self._prompt_rows is not None, "decode steps compute no prompt"
-        self._prompt_rows.block_until_ready()
+        """Wait until `prompt_logprobs` can be read, if the step was asked for any."""
+        if self._prompt_rows is not None:
+            self._prompt_rows.block_until_ready()
 
     def num_steps(self) -> int:
         """How many steps ran."""
@@ -56,7 +56,7 @@ class StepResult:
 
     def prompt_logprobs(self, index: int, best: int) -> dict[int, float]:
         """{token: logprob} for the target of query token `index` of the step, as `logprobs`."""
-        assert self._prompt_rows is not None, "decode steps compute no prompt"
+        assert self._prompt_rows is not None, "the step was asked for none"
         return _read_logprobs(np.asarray(self._prompt_rows)[index], best)[1]
 
 

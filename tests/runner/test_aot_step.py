@@ -16,7 +16,7 @@ from jpaged.models import Llama, LlamaConfig
 from jpaged.runner.batch import buffer_size, unpack
 from jpaged.runner.buckets import Bucket
 from jpaged.runner.compilations import compiler_options
-from jpaged.runner.step import decode_steps, forward
+from jpaged.runner.step import decode_steps, forward, prompt_logprobs
 from pallas_kernels import aot
 
 pytest.importorskip(
@@ -76,8 +76,8 @@ def gpu_options(monkeypatch):
 def compile_step(
     config: LlamaConfig, bucket: Bucket, num_blocks: int, backend: str, *, num_steps: int = 1
 ) -> aot.Compiled:
-    """The forward program of a bucket, made as ModelRunner makes it, for an H200 in bfloat16; or
-    the program of num_steps decode steps."""
+    """The forward program of a bucket, made as ModelRunner makes it but with the prompts' logprobs,
+    for an H200 in bfloat16; or the program of num_steps decode steps."""
     model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model, nnx.Param)
     leaves, treedef = jax.tree.flatten(params)
@@ -90,10 +90,11 @@ def compile_step(
                 model, kv_pool, token_pool, bias_table, last_tokens, batch,
                 most_steps=num_steps, sampling_rows=rows, backend=backend, tile=rows,
             )  # fmt: skip
-        return forward(
-            model, kv_pool, token_pool, last_tokens, batch,
-            sampling_rows=rows, backend=backend, tile=rows,
-        )  # fmt: skip
+        *pools, sampling, hidden = forward(
+            model, kv_pool, token_pool, last_tokens, batch, sampling_rows=rows, backend=backend
+        )
+        # With logits, of which sampling needs as many.
+        return pools, sampling, prompt_logprobs(model, hidden, batch.logprob_targets, tile=rows)
 
     return aot.compile_for(
         step,
