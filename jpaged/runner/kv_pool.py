@@ -36,9 +36,20 @@ def block_bytes(num_layers: int, num_kv_heads: int, block_size: int, head_dim: i
     return num_layers * 2 * num_kv_heads * block_size * head_dim * jnp.dtype(dtype).itemsize
 
 
+def leading_bits(value: int, count: int) -> int:
+    """`value` rounded down to its `count` leading bits.
+
+    Programs are compiled for the pool's shape, and what memory is free differs a little at each
+    start: a size in steps lets the next start find them in the compilation cache.
+    """
+    dropped = max(value.bit_length() - count, 0)
+    return value >> dropped << dropped
+
+
 def cpu_pool_bytes(available_bytes: float) -> int:
-    """Bytes for the pool on a CPU: 4 GiB or a quarter of the available memory, if that is less."""
-    return min(_MAX_CPU_POOL_BYTES, int(available_bytes * _MAX_CPU_SHARE))
+    """Bytes for the pool on a CPU: 4 GiB or a quarter of the available memory, if that is less;
+    a power of two, since a desk's other programs come and go by gigabytes."""
+    return leading_bits(min(_MAX_CPU_POOL_BYTES, int(available_bytes * _MAX_CPU_SHARE)), 1)
 
 
 def container_bytes_left(cgroup: Path) -> int | float:
@@ -53,12 +64,13 @@ def container_bytes_left(cgroup: Path) -> int | float:
 def gpu_pool_bytes(
     total_bytes: int, used_bytes: int, temporary_bytes: int, utilization: float
 ) -> int:
-    """Bytes for the pool on a GPU: what `utilization` of the memory leaves after the rest.
+    """Bytes for the pool on a GPU: what `utilization` of the memory leaves after the rest, but for
+    up to 1/64 of it (see `leading_bits`).
 
     used_bytes       what is allocated now (weights, bias table)
     temporary_bytes  temporary memory of the largest bucket's compiled program
     """
-    return int(total_bytes * utilization) - used_bytes - temporary_bytes
+    return leading_bits(int(total_bytes * utilization) - used_bytes - temporary_bytes, 7)
 
 
 def available_pool_bytes(

@@ -19,6 +19,15 @@ def test_a_cpu_pool_is_4_gib_or_a_quarter_of_what_is_available():
     assert cpu_pool_bytes(64 * GIB) == 4 * GIB
     assert cpu_pool_bytes(16 * GIB) == 4 * GIB
     assert cpu_pool_bytes(8 * GIB) == 2 * GIB
+    assert cpu_pool_bytes(10**4) == 2048
+
+
+def test_a_pool_is_as_large_at_the_next_start_if_about_as_much_memory_is_free():
+    assert cpu_pool_bytes(14.6 * GIB) == cpu_pool_bytes(11.1 * GIB) == 2 * GIB
+    pools = {
+        gpu_pool_bytes(141 * GIB, used, 300 * 2**20, 0.9) for used in (16 * GIB, 17_180_000_000)
+    }
+    assert pools == {110 * GIB}
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path):
@@ -32,6 +41,7 @@ def test_a_container_has_what_its_limit_leaves(tmp_path):
 
 def test_a_gpu_pool_is_what_weights_and_temporaries_leave():
     assert gpu_pool_bytes(80 * GIB, 16 * GIB, 2 * GIB, 0.9) == 54 * GIB
+    assert 0.984 < gpu_pool_bytes(79_999, 0, 0, 0.9) / (79_999 * 0.9) < 1
     assert gpu_pool_bytes(10 * GIB, 16 * GIB, 2 * GIB, 0.9) < 0
 
 
