@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Set
 from dataclasses import replace
 from functools import cache, cached_property
@@ -15,6 +16,7 @@ from gguf import (
     GGML_QUANT_SIZES,
     GGMLQuantizationType,
     GGUFReader,
+    GGUFValueType,
     ReaderField,
     ReaderTensor,
     quants,
@@ -85,6 +87,10 @@ _HANDLED_KEYS = {
 }
 
 
+_LENGTH = struct.Struct("=Q")  # of a string
+_JOINED_ROWS = 16  # that are dequantised as one
+
+
 @cache
 def _in_order(dtype: Any, order: Any) -> np.dtype:
     return np.dtype(dtype).newbyteorder(order)
@@ -112,6 +118,42 @@ class _Reader(GGUFReader):
         if end > self.data.size:
             raise ValueError(f"it is truncated: byte {end} of {self.data.size} is wanted")
         return self.data[int(offset) : end].view(kind)
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[np.ndarray], list[int], list[GGUFValueType]]:
+        # An array's items in one go: a vocabulary has 150,000, each of which takes the reader
+        # several calls.
+        if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+        item = GGUFValueType(kind[0])
+        begin = orig_offs + kind.nbytes + count.nbytes
+        number = self.gguf_scalar_to_np.get(item)
+        if number is not None:
+            items = [self._get(begin, number, count[0])]
+            end = begin + items[0].nbytes
+        elif item == GGUFValueType.STRING:
+            items, end = self._strings(begin, int(count[0]))
+        else:
+            return super()._get_field_parts(orig_offs, raw_type)
+        places = list(range(2, 2 + len(items)))
+        return end - orig_offs, [kind, count, *items], places, [GGUFValueType.ARRAY, item]
+
+    def _strings(self, begin: int, count: int) -> tuple[list[np.ndarray], int]:
+        """The bytes of so many strings, each behind its length; and where they end."""
+        data, memory, end = self.data, memoryview(self.data), int(begin)
+        strings = []
+        for _ in range(count):
+            start = end + _LENGTH.size
+            if start <= data.size:
+                end = start + _LENGTH.unpack_from(memory, end)[0]
+            if max(start, end) > data.size:
+                raise ValueError(
+                    f"it is truncated: byte {max(start, end)} of {data.size} is wanted"
+                )
+            strings.append(data[start:end])
+        return strings, end
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
         for field in fields:
@@ -299,8 +341,12 @@ class GGUFCheckpoint:
         return self._dequantise(tensor, data)
 
     def _dequantise(self, tensor: ReaderTensor, data: np.ndarray) -> np.ndarray:
+        # The package takes 16 rows at a time: longer ones are a tenth of the calls. Blocks lie one
+        # after the other, so rows may be joined.
+        joined = math.gcd(data.shape[0], _JOINED_ROWS) if data.ndim == 2 else 1
+        rows = data.reshape(-1, joined * data.shape[-1])
         try:
-            return quants.dequantize(data, tensor.tensor_type)
+            return quants.dequantize(rows, tensor.tensor_type).reshape(*data.shape[:-1], -1)
         except NotImplementedError as error:
             raise ValueError(
                 f"tensor {tensor.name!r} of {self.path} must be of a type that the gguf package "

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import psutil
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.memory import unwritten
+
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
@@ -61,6 +63,11 @@ def container_bytes_left(cgroup: Path) -> int | float:
         return math.inf
 
 
+def host_bytes_left() -> int | float:
+    """Bytes of the host's memory that this process may still take."""
+    return min(psutil.virtual_memory().available, container_bytes_left(_CGROUP))
+
+
 def gpu_pool_bytes(
     total_bytes: int, used_bytes: int, temporary_bytes: int, utilization: float
 ) -> int:
@@ -78,8 +85,7 @@ def available_pool_bytes(
 ) -> int:
     """Bytes that the pool may take on `device` now."""
     if device.platform == "cpu":
-        available = psutil.virtual_memory().available
-        return cpu_pool_bytes(min(available, container_bytes_left(_CGROUP)))
+        return cpu_pool_bytes(host_bytes_left())
     stats = device.memory_stats()
     return gpu_pool_bytes(
         stats["bytes_limit"], stats["bytes_in_use"], temporary_bytes, gpu_memory_utilization
@@ -105,12 +111,15 @@ def allocate_pool(
 ) -> tuple[Float[Array, "L N 2 K B D"], Int[Array, "N B"]]:
     """The KV pool and the token pool, both empty.
 
+    On a CPU the KV pool's memory is not zero but unwritten: to write 4 GiB takes over a second of a
+    start, and what nobody uses stays free. No kernel reads a slot before it is written.
+
     The token pool holds, at the slot of each cached token, that token's id. It is addressed by the
     same block tables, so what shares, moves or frees a block does so for both, and the penalties
     can count a sequence's tokens on the device without the host sending its history at each step.
     """
-    kv_pool = jnp.zeros((num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim), dtype)
-    return kv_pool, jnp.zeros((num_blocks, block_size), jnp.int32)
+    shape = num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim
+    return unwritten(shape, dtype), jnp.zeros((num_blocks, block_size), jnp.int32)
 
 
 def set_tokens(

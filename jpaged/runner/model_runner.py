@@ -28,6 +28,7 @@ from jpaged.runner.kv_pool import (
     available_pool_bytes,
     block_bytes,
     blocks_in,
+    host_bytes_left,
     storage_dtype,
 )
 from jpaged.runner.step import Sampling, decode_steps, forward, prompt_logprobs, sample
@@ -211,14 +212,15 @@ class ModelRunner:
 
     def _new_pools(self) -> tuple[Array, Array]:
         L, K, D = self._pool_shape
+        size = self.num_blocks * self.bytes_per_block
+        problem = f"num_blocks={self.num_blocks} asks for a KV pool of {size} bytes, "
+        # A CPU's pool takes memory as it fills: too large a one would end the process, later on.
+        if self.device.platform == "cpu" and size > (left := host_bytes_left()):
+            raise ValueError(f"{problem}of which the machine has {left} left")
         try:
             return allocate_pool(L, self.num_blocks, K, self.block_size, D, self._pool_dtype)
         except jax.errors.JaxRuntimeError as error:
-            size = self.num_blocks * self.bytes_per_block
-            raise ValueError(
-                f"num_blocks={self.num_blocks} asks for a KV pool of {size} bytes, "
-                "which cannot be allocated"
-            ) from error
+            raise ValueError(f"{problem}which cannot be allocated") from error
 
     def _new_bias_table(self) -> Float[Array, "slots V"]:
         return jnp.zeros((self._num_slots, self.vocab_size), jnp.float32)

@@ -1,0 +1,26 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+
+from pallas_kernels.memory import unwritten
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.uint16])
+def test_it_is_an_array_like_others(dtype):
+    array = unwritten((2, 3, 5), dtype)
+    assert array.shape == (2, 3, 5) and array.dtype == dtype
+    filled = jax.jit(lambda x: x.at[...].set(7), donate_argnums=0)(array)
+    assert array.is_deleted()
+    np.testing.assert_array_equal(np.asarray(filled, np.float32), 7)
+
+
+def test_it_takes_memory_where_it_is_written():
+    size = 2**28
+    before = psutil.Process().memory_info().rss
+    array = unwritten((size // 4,), jnp.float32).block_until_ready()
+    assert psutil.Process().memory_info().rss - before < size // 4
+    array = jax.jit(lambda x: x.at[: size // 8].set(1), donate_argnums=0)(array)
+    array.block_until_ready()
+    assert size // 4 < psutil.Process().memory_info().rss - before < size
