@@ -47,10 +47,8 @@ class Batch(NamedTuple):
     """
 
     num_sampled: Int[Array, ""]
-    wants_prompt_logprobs: Int[Array, ""]
     num_steps: Int[Array, ""]  # more than 1: decode steps of the same sequences, in one call
     token_ids: Int[Array, " T"]  # -1: the token that was sampled last in the row's slot
-    logprob_targets: Int[Array, " T"]  # the next prompt token whose logprob is wanted, else -1
     query_starts: Int[Array, " S+1"]
     context_lens: Int[Array, " S"]
     slots: Int[Array, " S"]  # the sequence's place in last_tokens and in the bias table
@@ -98,8 +96,9 @@ def unpack(buffer: Int[Array, " words"], bucket: Bucket) -> Batch:
     """The fields of a packed buffer; called inside the jitted step."""
     parts = _split(buffer, bucket)
     header = parts.pop("header")
-    num_sampled, wants_prompt_logprobs, num_steps = header
-    return Batch(num_sampled, wants_prompt_logprobs, num_steps, **parts)
+    del parts["logprob_targets"]  # for the host, which asks for them (`read_logprob_targets`)
+    num_sampled, _, num_steps = header
+    return Batch(num_sampled, num_steps, **parts)
 
 
 def read_num_steps(buffer: Int[np.ndarray, " words"]) -> int:

@@ -94,7 +94,7 @@ def compile_step(
             model, kv_pool, token_pool, last_tokens, batch, sampling_rows=rows, backend=backend
         )
         # With logits, of which sampling needs as many.
-        return pools, sampling, prompt_logprobs(model, hidden, batch.logprob_targets, tile=rows)
+        return pools, sampling, prompt_logprobs(model, hidden, batch.token_ids, tile=rows)
 
     return aot.compile_for(
         step,

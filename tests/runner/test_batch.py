@@ -7,6 +7,7 @@ from jpaged.runner.batch import (
     build_batch,
     pack_parameters,
     parameter,
+    read_logprob_targets,
     unpack,
 )
 from jpaged.runner.buckets import Bucket
@@ -35,18 +36,32 @@ def test_what_the_host_packs_the_device_unpacks():
     )
     assert buffer.shape == (buffer_size(BUCKET),) and buffer.dtype == np.int32
     batch = jax.jit(unpack, static_argnums=1)(buffer, BUCKET)
-    assert int(batch.num_sampled) == 1 and int(batch.wants_prompt_logprobs) == 1
+    assert int(batch.num_sampled) == 1 and int(batch.num_steps) == 1
     assert batch.token_ids.tolist() == [7, 1, 2, 3] + [0] * 12
     assert batch.query_starts.tolist() == [0, 1, 4, 4, 4, 4, 4, 4, 4]
     assert batch.context_lens.tolist() == [5, 3] + [0] * 6
     assert batch.slots.tolist() == [4, 1] + [0] * 6
-    assert batch.logprob_targets.tolist() == [-1, 2, 3, -1] + [-1] * 12
     np.testing.assert_array_equal(batch.block_tables[:2], tables[[4, 1], :16])
     np.testing.assert_array_equal(batch.block_tables[2:], 0)
     np.testing.assert_array_equal(parameter(batch.parameters, "top_k")[:2], [4, 1])
     np.testing.assert_array_equal(
         parameter(batch.parameters, "temperature")[:2], np.float32([0.1 * 4, 0.1 * 1])
     )
+
+
+def test_the_host_reads_whose_prompt_logprobs_a_buffer_asks_for():
+    step = {
+        "token_ids": np.array([7, 1, 2, 3], np.int32),
+        "lengths": np.array([1, 3], np.int32),
+        "context_lens": np.array([5, 3], np.int32),
+        "slots": np.array([0, 1], np.int32),
+        "num_sampled": 1,
+        "tables": np.zeros((2, 16), np.int32),
+        "parameters": np.stack([parameters()] * 2),
+    }
+    assert read_logprob_targets(build_batch(BUCKET, **step), BUCKET) is None
+    buffer = build_batch(BUCKET, **step, logprob_targets=[(1, np.array([2, 3, -1]))])
+    assert read_logprob_targets(buffer, BUCKET).tolist() == [-1, 2, 3, -1] + [-1] * 12
 
 
 def test_tables_narrower_than_the_bucket_are_padded():
