@@ -47,7 +47,9 @@ class StepRunner(Protocol):
 
     def set_bias(self, slot: int, row: np.ndarray, /) -> None: ...
 
-    def execute(self, bucket: Bucket, buffer: np.ndarray, /) -> StepResults: ...
+    def execute(
+        self, bucket: Bucket, buffer: np.ndarray, logprob_targets: np.ndarray | None, /
+    ) -> StepResults: ...
 
     def execute_decodes(self, bucket: Bucket, buffer: np.ndarray, /) -> StepResults: ...
 
@@ -100,11 +102,10 @@ class StepExecutor:
             tables=self._manager.tables,
             parameters=self._parameters,
             num_steps=plan.num_steps,
-            logprob_targets=_logprob_targets(plan, tracked),
         )
         if plan.num_steps > 1:
             return self._runner.execute_decodes(bucket, buffer)
-        return self._runner.execute(bucket, buffer)
+        return self._runner.execute(bucket, buffer, _logprob_targets(plan, tracked))
 
     def _bind(self, tracked: RequestState, sequence: Sequence, num_output_tokens: int = -1) -> None:
         """Write a request's sampling parameters into the rows of the slot that it was given, for
@@ -180,9 +181,11 @@ def _token_ids(plan: StepPlan) -> Int[np.ndarray, " tokens"]:
 
 def _logprob_targets(
     plan: StepPlan, tracked: Mapping[str, RequestState]
-) -> list[tuple[int, np.ndarray]]:
-    """For rows that want prompt logprobs: each query token's next prompt token, or -1."""
-    targets = []
+) -> Int[np.ndarray, " tokens"] | None:
+    """Of each token that a plan computes the next prompt token, where its logprob is wanted, else
+    -1; None if none is."""
+    targets = None
+    ends = np.cumsum(plan.lengths)
     for row, sequence in enumerate(plan.sequences):
         if sequence.request.sampling_params.prompt_logprobs is None:
             continue
@@ -191,8 +194,11 @@ def _logprob_targets(
         places = np.arange(start + 1, start + length + 1)
         wanted = (places >= known) & (places < sequence.num_prompt_tokens)
         if wanted.any():
+            if targets is None:
+                targets = np.full(plan.num_tokens, -1, np.int32)
             places = np.minimum(places, sequence.num_prompt_tokens - 1)
-            targets.append((row, np.where(wanted, sequence.token_ids[places], -1)))
+            found = np.where(wanted, sequence.token_ids[places], -1)
+            targets[ends[row] - length : ends[row]] = found
     return targets
 
 

@@ -125,9 +125,7 @@ class StepLoop:
             tokens = result.tokens(plan.num_sampled)
             if not is_one_step and (ran := result.num_steps()) < plan.num_steps:
                 self._scheduler.end_early(plan, ran)
-            wanted = (s.request.sampling_params.prompt_logprobs for s in plan.sequences)
-            if is_one_step and any(best is not None for best in wanted):  # else decodes alone
-                result.wait_for_prompt_logprobs()
+            result.wait_for_prompt_logprobs()
         now = time.perf_counter()
         began = max(dispatched, self._taken_in)  # the step before it had the device until then
         self._taken_in = now

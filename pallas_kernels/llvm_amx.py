@@ -235,7 +235,7 @@ def multiply(
     most = max(_PANEL // (group_rows * depth * parts * 2), _LEAST)
     panel = -(-groups // -(-groups // most))
     live = jnp.asarray(num_live, jnp.int32) + (group_rows - 1)
-    live = lax.clamp(0, lax.div(live, np.int32(group_rows)), groups)
+    live = lax.clamp(np.int32(0), lax.div(live, np.int32(group_rows)), np.int32(groups))
     alone = depth * width < _ALONE
     y = call_handler(
         _kernel("tiles_product", sizes),

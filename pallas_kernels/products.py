@@ -187,7 +187,7 @@ def stacked_product(
         )
     if not x.shape[0]:
         return jnp.zeros((0, *shape[2:]), jnp.float32)
-    layer = lax.clamp(0, jnp.asarray(layer, jnp.int32), shape[0] - 1)
+    layer = lax.clamp(np.int32(0), jnp.asarray(layer, jnp.int32), np.int32(shape[0] - 1))
     num_live = x.shape[0] if num_live is None else num_live
     if isinstance(weights, Arranged):
         _check_target("weights")

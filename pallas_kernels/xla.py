@@ -1,6 +1,7 @@
 """The operators in plain JAX: all features, any platform, the default on a CPU."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.devices import Target
@@ -31,7 +32,8 @@ def write_kv(kv_pool, layer, k, v, slot_mapping):
     if kv_pool.dtype == jnp.uint16:
         kv = lax.bitcast_convert_type(kv, jnp.uint16)
     # Of a negative slot one of the two is negative.
-    blocks, offsets = lax.div(slot_mapping, block_size), lax.rem(slot_mapping, block_size)
+    size = np.int32(block_size)
+    blocks, offsets = lax.div(slot_mapping, size), lax.rem(slot_mapping, size)
     blocks, offsets, kv = (_at_least_two(x) for x in (blocks, offsets, kv))
     places = kv_pool.at[layer, blocks, :, :, offsets]
     return places.set(kv, mode="drop", wrap_negative_indices=False)

@@ -49,8 +49,7 @@ class ImitationResult:
         return self.ready is None or self.ready <= time.perf_counter()
 
     def wait_for_prompt_logprobs(self) -> None:
-        """Nobody asks."""
-        raise NotImplementedError
+        """There are none."""
 
     def num_steps(self) -> int:
         """All that were asked for."""
@@ -91,7 +90,9 @@ class ImitationRunner:
     def restore_pools(self) -> None:
         """There are none."""
 
-    def execute(self, bucket: Any, buffer: np.ndarray, num_steps: int = 1) -> ImitationResult:
+    def execute(
+        self, bucket: Any, buffer: np.ndarray, targets: np.ndarray | None = None, num_steps: int = 1
+    ) -> ImitationResult:
         """Begin a step when the one before it ends."""
         if not self.seconds:
             return ImitationResult(None, num_steps)
@@ -100,7 +101,7 @@ class ImitationRunner:
 
     def execute_decodes(self, bucket: Any, buffer: np.ndarray) -> ImitationResult:
         """The same for several."""
-        return self.execute(bucket, buffer, read_num_steps(buffer))
+        return self.execute(bucket, buffer, None, read_num_steps(buffer))
 
 
 class Decodes:

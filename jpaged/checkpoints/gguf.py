@@ -257,10 +257,10 @@ class GGUFCheckpoint:
                 )
 
     def _num_tokens(self) -> int:
-        field = self._fields.get("tokenizer.ggml.tokens")
-        if field is None:
+        tokens = self._value("tokenizer.ggml.tokens")
+        if not isinstance(tokens, list):
             raise ValueError(f"{self.path} must have llama.vocab_size or tokenizer.ggml.tokens")
-        return len(field.data)
+        return len(tokens)
 
     def _rope_scaling(self, metadata: dict[str, Any]) -> dict[str, Any] | None:
         kind = metadata.get("rope.scaling.type", "none")
@@ -341,17 +341,19 @@ class GGUFCheckpoint:
         return self._dequantise(tensor, data)
 
     def _dequantise(self, tensor: ReaderTensor, data: np.ndarray) -> np.ndarray:
-        # The package takes 16 rows at a time: longer ones are a tenth of the calls. Blocks lie one
-        # after the other, so rows may be joined.
-        joined = math.gcd(data.shape[0], _JOINED_ROWS) if data.ndim == 2 else 1
-        rows = data.reshape(-1, joined * data.shape[-1])
+        rows = data
+        if data.ndim == 2 and data.size:
+            # The package takes 16 rows at a time: longer ones are a tenth of the calls. Blocks lie
+            # one after the other, so rows may be joined.
+            rows = data.reshape(-1, math.gcd(data.shape[0], _JOINED_ROWS) * data.shape[1])
         try:
-            return quants.dequantize(rows, tensor.tensor_type).reshape(*data.shape[:-1], -1)
+            values = quants.dequantize(rows, tensor.tensor_type)
         except NotImplementedError as error:
             raise ValueError(
                 f"tensor {tensor.name!r} of {self.path} must be of a type that the gguf package "
                 f"dequantises, got {tensor.tensor_type.name}"
             ) from error
+        return values if rows is data else values.reshape(data.shape[0], -1)
 
 
 def _is_number(value: Any, kind: Any) -> bool:

@@ -1,7 +1,8 @@
 """Batch descriptors: one packed int32 buffer a step, filled by the host and unpacked in the jit.
 
 Everything that a step needs to know travels in one buffer: a transfer costs the host about as much
-for one array as for a kilobyte more of it. Floats travel as their bit patterns.
+for one array as for a kilobyte more of it. Floats travel as their bit patterns. (But for the
+tokens of prompts whose logprobs are wanted, which few steps are asked for.)
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PARAMETERS = {
 STOP_TOKENS = tuple(f"stop_token_{i}" for i in range(4))
 PARAMETERS |= dict.fromkeys(STOP_TOKENS, "i")
 _COLUMN = {name: column for column, name in enumerate(PARAMETERS)}
-_HEADER = 3  # num_sampled, wants_prompt_logprobs, num_steps
+_HEADER = 2  # num_sampled, num_steps
 
 
 class Batch(NamedTuple):
@@ -69,7 +70,6 @@ def _shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
     return {
         "header": (_HEADER,),
         "token_ids": (T,),
-        "logprob_targets": (T,),
         "query_starts": (S + 1,),
         "context_lens": (S,),
         "slots": (S,),
@@ -96,21 +96,13 @@ def unpack(buffer: Int[Array, " words"], bucket: Bucket) -> Batch:
     """The fields of a packed buffer; called inside the jitted step."""
     parts = _split(buffer, bucket)
     header = parts.pop("header")
-    del parts["logprob_targets"]  # for the host, which asks for them (`read_logprob_targets`)
-    num_sampled, _, num_steps = header
+    num_sampled, num_steps = header
     return Batch(num_sampled, num_steps, **parts)
 
 
 def read_num_steps(buffer: Int[np.ndarray, " words"]) -> int:
     """How many steps a packed buffer asks for; for stand-ins of the runner."""
-    return int(buffer[2])
-
-
-def read_logprob_targets(
-    buffer: Int[np.ndarray, " words"], bucket: Bucket
-) -> Int[np.ndarray, " T"] | None:
-    """The prompt tokens whose logprobs a packed buffer asks for, -1 elsewhere; None if none."""
-    return _split(buffer, bucket)["logprob_targets"] if buffer[1] else None
+    return int(buffer[1])
 
 
 def pack_parameters(values: dict[str, int | float]) -> Int[np.ndarray, " P"]:
@@ -136,7 +128,6 @@ def build_batch(
     tables: Int[np.ndarray, "slots M_all"],
     parameters: Int[np.ndarray, "slots P"],
     num_steps: int = 1,
-    logprob_targets: list[tuple[int, Int[np.ndarray, " _"]]] = (),  # type: ignore[assignment]
 ) -> Int[np.ndarray, " words"]:
     """The packed buffer of a step: a fresh array, since the device may read it after we return.
 
@@ -147,14 +138,12 @@ def build_batch(
     slots            each row's row in `tables` and `parameters`
     num_sampled      how many of the first rows sample a token
     num_steps        decode steps in one call
-    logprob_targets  (row, next prompt token of each of the row's query tokens or -1) of the rows
-                     that want prompt logprobs
     """
     buffer = np.zeros(buffer_size(bucket), np.int32)
     parts = _split(buffer, bucket)
     n = len(lengths)
     parts["header"][0] = num_sampled
-    parts["header"][2] = num_steps
+    parts["header"][1] = num_steps
     parts["token_ids"][: len(token_ids)] = token_ids
     starts = parts["query_starts"]
     np.cumsum(lengths, out=starts[1 : n + 1])
@@ -164,8 +153,4 @@ def build_batch(
     parts["parameters"][:n] = parameters[slots]
     columns = min(bucket.blocks, tables.shape[1])
     parts["block_tables"][:n, :columns] = tables[slots, :columns]
-    parts["logprob_targets"][:] = -1
-    for row, targets in logprob_targets:
-        parts["header"][1] = 1
-        parts["logprob_targets"][starts[row] : starts[row + 1]] = targets
     return buffer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -50,21 +51,32 @@ def leading_bits(value: int, count: int) -> int:
 
 def cpu_pool_bytes(available_bytes: float) -> int:
     """Bytes for the pool on a CPU: 4 GiB or a quarter of the available memory, if that is less;
-    a power of two, since a desk's other programs come and go by gigabytes."""
-    return leading_bits(min(_MAX_CPU_POOL_BYTES, int(available_bytes * _MAX_CPU_SHARE)), 1)
+    one of few sizes, 4, 3, 2, 1.5 GiB and so on, since other programs come and go by gigabytes."""
+    return leading_bits(min(_MAX_CPU_POOL_BYTES, int(available_bytes * _MAX_CPU_SHARE)), 2)
 
 
 def container_bytes_left(cgroup: Path) -> int | float:
-    """Bytes that a container's limit leaves (cgroup v2), infinite without one."""
+    """Bytes that a container's limit leaves (cgroup v2), infinite without one. Files that the
+    system keeps in memory and nobody has read lately count as free, as psutil counts them."""
     try:
         limit = int((cgroup / "memory.max").read_text())  # "max" if there is none
-        return max(0, limit - int((cgroup / "memory.current").read_text()))
+        used = int((cgroup / "memory.current").read_text())
     except (OSError, ValueError):
         return math.inf
+    return max(0, limit - used + _inactive_file_bytes(cgroup))
+
+
+def _inactive_file_bytes(cgroup: Path) -> int:
+    try:
+        found = re.search(r"^inactive_file (\d+)$", (cgroup / "memory.stat").read_text(), re.M)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def host_bytes_left() -> int | float:
-    """Bytes of the host's memory that this process may still take."""
+    """Bytes of the host's memory that this process may still take, as the system sees it: what
+    pools hold that nobody has written yet is not known to it."""
     return min(psutil.virtual_memory().available, container_bytes_left(_CGROUP))
 
 
@@ -74,7 +86,7 @@ def gpu_pool_bytes(
     """Bytes for the pool on a GPU: what `utilization` of the memory leaves after the rest, but for
     up to 1/64 of it (see `leading_bits`).
 
-    used_bytes       what is allocated now (weights, bias table)
+    used_bytes       what is allocated now (weights, bias table, hidden states)
     temporary_bytes  temporary memory of the largest bucket's compiled program
     """
     return leading_bits(int(total_bytes * utilization) - used_bytes - temporary_bytes, 7)
@@ -112,7 +124,7 @@ def allocate_pool(
     """The KV pool and the token pool, both empty.
 
     On a CPU the KV pool's memory is not zero but unwritten: to write 4 GiB takes over a second of a
-    start, and what nobody uses stays free. No kernel reads a slot before it is written.
+    start, and what nobody uses stays free. No result depends on a slot before it is written.
 
     The token pool holds, at the slot of each cached token, that token's id. It is addressed by the
     same block tables, so what shares, moves or frees a block does so for both, and the penalties

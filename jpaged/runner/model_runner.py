@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
-from jpaged.runner.batch import PARAMETERS, buffer_size, read_logprob_targets, unpack
+from jpaged.runner.batch import PARAMETERS, buffer_size, unpack
 from jpaged.runner.block_moves import BlockMoves
 from jpaged.runner.buckets import Bucket, decode_buckets
 from jpaged.runner.compilations import compiler_options
@@ -146,7 +146,7 @@ class ModelRunner:
         self._forward: dict[Bucket, jax.stages.Compiled] = {}
         self._sample: dict[tuple[int, int], jax.stages.Compiled] = {}  # by rows and table width
         self._decode: dict[Bucket, jax.stages.Compiled] = {}
-        self._others: dict[str, jax.stages.Compiled] = {}  # set_bias and prompt_logprobs
+        self._named: dict[str, jax.stages.Compiled] = {}  # set_bias and prompt_logprobs
         if num_blocks is None:
             temporary = 0
             if self.device.platform != "cpu":
@@ -165,6 +165,15 @@ class ModelRunner:
             available = available_pool_bytes(self.device, temporary, gpu_memory_utilization)
             token_bytes = 4 * block_size  # of the token pool
             num_blocks = blocks_in(available, self.bytes_per_block + token_bytes, block_size)
+        elif self.device.platform == "cpu":
+            # The pool takes memory as it fills: one that is larger than what there is would end the
+            # process, later on.
+            size, left = num_blocks * self.bytes_per_block, host_bytes_left()
+            if size > left:
+                raise ValueError(
+                    f"num_blocks={num_blocks} asks for a KV pool of {size} bytes, "
+                    f"but only {left} bytes of memory are left"
+                )
         self.num_blocks = num_blocks
         self._kv_pool, self._token_pool = self._new_pools()
         self._moves = BlockMoves(
@@ -213,14 +222,13 @@ class ModelRunner:
     def _new_pools(self) -> tuple[Array, Array]:
         L, K, D = self._pool_shape
         size = self.num_blocks * self.bytes_per_block
-        problem = f"num_blocks={self.num_blocks} asks for a KV pool of {size} bytes, "
-        # A CPU's pool takes memory as it fills: too large a one would end the process, later on.
-        if self.device.platform == "cpu" and size > (left := host_bytes_left()):
-            raise ValueError(f"{problem}of which the machine has {left} left")
         try:
             return allocate_pool(L, self.num_blocks, K, self.block_size, D, self._pool_dtype)
         except jax.errors.JaxRuntimeError as error:
-            raise ValueError(f"{problem}which cannot be allocated") from error
+            raise ValueError(
+                f"num_blocks={self.num_blocks} asks for a KV pool of {size} bytes, "
+                "which cannot be allocated"
+            ) from error
 
     def _new_bias_table(self) -> Float[Array, "slots V"]:
         return jnp.zeros((self._num_slots, self.vocab_size), jnp.float32)
@@ -388,8 +396,8 @@ class ModelRunner:
             for move in self._moves.keys():  # noqa: SIM118 (a method)
                 job = pool.submit(self._moves.compile_program, *move)
                 jobs[job] = self._moves.programs, move
-            jobs[pool.submit(self._compile_set_bias)] = self._others, "set_bias"
-            jobs[pool.submit(self._compile_prompt_logprobs)] = self._others, "prompt_logprobs"
+            jobs[pool.submit(self._compile_set_bias)] = self._named, "set_bias"
+            jobs[pool.submit(self._compile_prompt_logprobs)] = self._named, "prompt_logprobs"
             for key in sorted({(self._sampling_rows(b), b.blocks) for b in self.buckets}):
                 jobs[pool.submit(self._compile_sample, *key, self.num_blocks)] = self._sample, key
             if self._max_decode_steps > 1:
@@ -411,10 +419,19 @@ class ModelRunner:
 
     def set_bias(self, slot: int, row: Float[np.ndarray, " V"]) -> None:
         """Put a request's logit bias into its row of the bias table: once a request, not a step."""
-        self._bias_table = self._others["set_bias"](self._bias_table, np.int32(slot), row)
+        self._bias_table = self._named["set_bias"](self._bias_table, np.int32(slot), row)
 
-    def execute(self, bucket: Bucket, buffer: Int[np.ndarray, " words"]) -> StepResult:
-        """Dispatch one step and return at once. `buffer` must not be written to afterwards."""
+    def execute(
+        self,
+        bucket: Bucket,
+        buffer: Int[np.ndarray, " words"],
+        logprob_targets: Int[np.ndarray, " tokens"] | None = None,
+    ) -> StepResult:
+        """Dispatch one step and return at once. `buffer` must not be written to afterwards.
+
+        logprob_targets  of each token of the step the prompt token whose logprob after it is
+                         wanted, or -1; None if none is
+        """
         self._kv_pool, self._token_pool, self._hidden, sampling = self._forward[bucket](
             self._leaves,
             self._kv_pool,
@@ -428,18 +445,12 @@ class ModelRunner:
             self._leaves, self._token_pool, self._bias_table, self._last_tokens, sampling
         )
         rows.copy_to_host_async()
-        return StepResult(rows, self._run_prompt_logprobs(bucket, buffer))
-
-    def _run_prompt_logprobs(
-        self, bucket: Bucket, buffer: Int[np.ndarray, " words"]
-    ) -> Int[Array, "T W"] | None:
-        """Of the step dispatched last, if it was asked for any."""
-        wanted = read_logprob_targets(buffer, bucket)
-        if wanted is None:
-            return None
+        if logprob_targets is None:
+            return StepResult(rows)
+        # Now, since the next step overwrites the hidden states.
         targets = np.full(len(self._hidden), -1, np.int32)
-        targets[: len(wanted)] = wanted
-        return self._others["prompt_logprobs"](self._leaves, self._hidden, targets)
+        targets[: len(logprob_targets)] = logprob_targets
+        return StepResult(rows, self._named["prompt_logprobs"](self._leaves, self._hidden, targets))
 
     def execute_decodes(self, bucket: Bucket, buffer: Int[np.ndarray, " words"]) -> StepResult:
         """Dispatch several decode steps of the same sequences (`step.decode_steps`), as `execute`

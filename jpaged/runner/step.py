@@ -1,4 +1,5 @@
-"""A step on the device: KV writes, forward pass, sampling; or several decode steps in a loop."""
+"""A step on the device: KV writes, forward pass, sampling, and logprobs of prompts where they are
+wanted; or several decode steps in a loop."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -86,7 +88,7 @@ def forward(
     position = _at(batch.context_lens, row) - _at(starts, row + 1) + token
     position = jnp.where(live, position, 0)
     # lax's division truncates. Python's is nine operations more: each costs every start something.
-    block, offset = lax.div(position, B), lax.rem(position, B)
+    block, offset = lax.div(position, np.int32(B)), lax.rem(position, np.int32(B))
     block = jnp.where(live, _at(batch.block_tables, row, block), N)  # out of range: not written
 
     last = _at(last_tokens, _at(batch.slots, row))

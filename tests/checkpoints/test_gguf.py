@@ -194,7 +194,10 @@ def test_rope_factors_with_a_scaling_are_refused(config, tensors, write_gguf):
         load(path)
 
 
-@pytest.mark.parametrize("factors", [np.ones(8), np.zeros(16), np.full(16, np.nan)])
+@pytest.mark.parametrize(
+    "factors",
+    [np.ones(8), np.zeros(16), np.full(16, np.nan), np.ones(0), np.ones((0, 16))],
+)
 def test_malformed_rope_factors_are_refused(factors, config, tensors, write_gguf):
     path = write_gguf(config, tensors, extra={"rope_freqs.weight": factors.astype(np.float32)})
     with pytest.raises(ValueError, match=r"must have shape \(16,\) and values above 0"):
@@ -280,6 +283,45 @@ def test_an_array_longer_than_the_file_is_refused(length, config, tensors, write
     path.write_bytes(data.replace(head + old, head + new))
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))} must be a complete GGUF file"):
         load(path)
+
+
+def test_rope_factors_without_an_axis_are_refused(config, tensors, write_gguf):
+    path = write_gguf(config, tensors, extra={"rope_freqs.weight": np.ones(16, np.float32)})
+    name, axis = b"rope_freqs.weight", (16).to_bytes(8, "little")
+    old, new = name + (1).to_bytes(4, "little") + axis, name + (0).to_bytes(4, "little")
+    data = path.read_bytes()
+    assert old in data
+    # As long as before: the header is padded by what the axis took.
+    head, _ = data.split(old)
+    place = len(head) + len(old) + 4 + 8  # past its type and its offset
+    path.write_bytes(
+        data[: len(head)] + new + data[len(head) + len(old) : place] + b"\0" * 8 + data[place:]
+    )
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        load(path)
+
+
+@pytest.mark.parametrize("length", [2**20, 2**40, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("of", ["the array", "a string"])
+def test_strings_longer_than_the_file_are_refused(length, of, config, tensors, write_gguf):
+    path = write_gguf(config, tensors, metadata={"tokenizer.ggml.tokens": ["ab", "cde", "f"]})
+    old = (3).to_bytes(8, "little") + (b"\2\0" if of == "the array" else b"cde")
+    data = path.read_bytes()
+    assert data.count(old) == 1
+    path.write_bytes(data.replace(old, length.to_bytes(8, "little") + old[8:]))
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} must be a complete GGUF file"):
+        load(path)
+
+
+def test_a_vocabulary_that_is_no_list_of_strings_is_counted_all_the_same(
+    config, tensors, write_gguf
+):
+    metadata = {
+        "llama.vocab_size": None,
+        "tokenizer.ggml.tokens": list(range(config["vocab_size"])),
+    }
+    path = write_gguf(config, tensors, metadata=metadata)
+    assert read_config(path).vocab_size == config["vocab_size"]
 
 
 def test_text_that_is_not_utf_8_is_named(config, tensors, write_gguf):

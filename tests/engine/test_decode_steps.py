@@ -70,9 +70,9 @@ def count_calls(engine) -> dict[str, int]:
     for name in counts:
         method = getattr(engine.runner, name)
 
-        def counted(bucket, buffer, name=name, method=method):
+        def counted(*step, name=name, method=method):
             counts[name] += 1
-            return method(bucket, buffer)
+            return method(*step)
 
         setattr(engine.runner, name, counted)
     return counts

@@ -14,6 +14,7 @@ from flax import nnx
 from jpaged import SamplingParams
 from jpaged.engine import Engine
 from jpaged.models import Llama
+from jpaged.runner import model_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 # A random model repeats itself when it is greedy; these tokens are all different.
@@ -329,9 +330,11 @@ def test_a_step_that_fails_on_the_device_costs_no_request(engine, monkeypatch, w
         result = execute(*arguments)
         if when == "at once":
             engine.runner._kv_pool.delete()
+            engine.runner._hidden.delete()
             raise RuntimeError("the device is out of memory")
         broken = jax.jit(lambda x: jax.pure_callback(raising, x, x))
         engine.runner._kv_pool = broken(engine.runner._kv_pool)
+        engine.runner._hidden = broken(engine.runner._hidden)
         result._rows = engine.runner._kv_pool
         return result
 
@@ -509,9 +512,9 @@ def test_a_compilation_in_a_step_would_be_counted(make_engine, monkeypatch):
     engine = make_engine()
     execute = engine.runner.execute
 
-    def compiling(bucket, buffer):
+    def compiling(*step):
         jax.jit(lambda x: x * 3 + 1)(np.arange(11))
-        return execute(bucket, buffer)
+        return execute(*step)
 
     monkeypatch.setattr(engine.runner, "execute", compiling)
     engine.add_request(prompt(3), GREEDY)
@@ -569,3 +572,35 @@ def test_logprobs_of_a_vocabulary_of_fewer_than_twenty(tiny_checkpoint, make_eng
 def test_a_pool_that_cannot_be_allocated_is_refused(make_engine):
     with pytest.raises(ValueError, match="num_blocks=100000000 asks for a KV pool of"):
         make_engine(num_blocks=10**8)
+
+
+def test_a_pool_that_is_larger_than_the_memory_left_is_refused(make_engine, monkeypatch):
+    """It would take the memory later on, as it fills."""
+    size = 20 * make_engine(num_blocks=20).runner.bytes_per_block
+    monkeypatch.setattr(model_runner, "host_bytes_left", lambda: size - 1)
+    make_engine(num_blocks=19)
+    with pytest.raises(ValueError, match=f"of {size} bytes, but only {size - 1} bytes of memory"):
+        make_engine(num_blocks=20)
+
+
+def test_nothing_depends_on_what_memory_held_before(make_engine):
+    """The pool is memory that nobody has written: it may hold anything, NaN too."""
+    rng = np.random.default_rng(5)
+    work = [(prompt(int(rng.integers(1, 60)), seed), random_params(rng)) for seed in range(20)]
+    found = []
+    for value in (0.0, np.nan):
+        engine = make_engine(num_blocks=10, swap_space_gib=0.01, preemption_mode="swap", seed=3)
+        runner = engine.runner
+        runner._kv_pool = jnp.full_like(runner._kv_pool, value)
+        runner._hidden = jnp.full_like(runner._hidden, value)
+        ids = [engine.add_request(*item) for item in work]
+        results = run_all(engine)
+        assert engine.stats().preemptions_swap > 0
+        found.append(
+            [
+                (c.token_ids, c.logprobs, results[i].prompt_logprobs)
+                for i in ids
+                for c in results[i].outputs
+            ]
+        )
+    assert found[0] == found[1]

@@ -124,8 +124,8 @@ def test_a_step_is_dispatched_before_the_tokens_of_the_one_before_are_read(make_
         log = []
         execute = engine.runner.execute
 
-        def logged(bucket, buffer, execute=execute, log=log):
-            result = execute(bucket, buffer)
+        def logged(*step, execute=execute, log=log):
+            result = execute(*step)
             number = sum(kind == "dispatch" for kind, _ in log)
             log.append(("dispatch", number))
             tokens = result.tokens
@@ -252,11 +252,11 @@ def test_a_step_that_fails_costs_the_tokens_under_way_alone(make_engine):
         for place in ("dispatch", "read"):
             execute, calls = engine.runner.execute, itertools.count(1)
 
-            def failing(bucket, buffer, execute=execute, calls=calls, at=fails_at, place=place):
+            def failing(*step, execute=execute, calls=calls, at=fails_at, place=place):
                 fails = next(calls) == at
                 if fails and place == "dispatch":
                     raise FloatingPointError
-                result = execute(bucket, buffer)
+                result = execute(*step)
                 if fails:
 
                     def tokens(count):
@@ -281,8 +281,8 @@ def test_what_a_step_has_brought_is_told_though_the_next_one_fails(make_engine):
     engine.add_request([4, 5, 6], SamplingParams(beam_width=2, max_tokens=3), request_id="b")
     execute = engine.runner.execute
 
-    def failing(bucket, buffer):
-        result = execute(bucket, buffer)
+    def failing(*step):
+        result = execute(*step)
 
         def tokens(count):
             raise FloatingPointError

@@ -53,6 +53,15 @@ def check(got, x, matrix, norm=4e-7):
     assert np.linalg.norm(got - x @ matrix) < norm * np.linalg.norm(x @ matrix)
 
 
+@needs_tiles
+def test_where_python_ints_are_of_64_bits():
+    x, weights = make((64, 96), 8, "float32")
+    arranged = arrange(weights)
+    expected = stacked_product(x, arranged, 1, 5)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(stacked_product(x, arranged, 1, 5), expected)
+
+
 # One product of tiles; fewer and more of them than the stack has room for (18); odd numbers.
 @needs_tiles
 @pytest.mark.parametrize("shape", [(32, 32), (576, 96), (608, 64), (1536, 32)])

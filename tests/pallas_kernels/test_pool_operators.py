@@ -60,6 +60,18 @@ def test_write_kv(backend, dtype, count):
     check()
 
 
+@pytest.mark.parametrize("backend", ["reference", "xla", "triton", "auto"])
+def test_write_kv_where_python_ints_are_of_64_bits(backend):
+    pool = random_array(SHAPE, "float32")
+    k, v = (random_array((3, SHAPE[3], SHAPE[5]), "float32", seed) for seed in (1, 2))
+    expected = pool.copy()
+    expected[1, 2, :, :, 1] = np.stack([k[0], v[0]])
+    with jax.enable_x64(True):
+        slots = jnp.asarray([2 * BLOCK_SIZE + 1, -1, NUM_SLOTS], jnp.int32)
+        got = pallas_kernels.write_kv(pool, 1, k, v, slots, backend=backend)
+    np.testing.assert_array_equal(got, expected)
+
+
 @all_backends
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [4, 1])

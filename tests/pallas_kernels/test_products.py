@@ -50,6 +50,13 @@ def test_is_the_product(shape, num_rows, kind, monkeypatch):
     assert np.linalg.norm(got - wide) < 2e-6 * np.linalg.norm(wide)
 
 
+def test_where_python_ints_are_of_64_bits():
+    x, weights = make((68, 96), 8, "float32")
+    expected = stacked_product(x, weights, 1, 5)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(stacked_product(x, weights, 1, 5), expected)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_does_not_depend_on_the_others(dtype, monkeypatch):
     """To the bit, in any number of rows, with NaN beside it, on any thread."""

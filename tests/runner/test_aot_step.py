@@ -1,5 +1,5 @@
 """The engine's own step, compiled for a GPU that is not here: the kernels are in it, the KV pool
-stays where it is, and the weights are read where they lie."""
+and the hidden states stay where they are, and the weights are read where they lie."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax import lax
 
 from jpaged.models import Llama, LlamaConfig
 from jpaged.runner.batch import buffer_size, unpack
@@ -76,13 +77,13 @@ def gpu_options(monkeypatch):
 def compile_step(
     config: LlamaConfig, bucket: Bucket, num_blocks: int, backend: str, *, num_steps: int = 1
 ) -> aot.Compiled:
-    """The forward program of a bucket, made as ModelRunner makes it but with the prompts' logprobs,
-    for an H200 in bfloat16; or the program of num_steps decode steps."""
+    """The forward program of a bucket, made as ModelRunner makes it, for an H200 in bfloat16; or
+    the program of num_steps decode steps."""
     model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model, nnx.Param)
     leaves, treedef = jax.tree.flatten(params)
 
-    def step(leaves, kv_pool, token_pool, bias_table, last_tokens, buffer):
+    def step(leaves, kv_pool, token_pool, all_hidden, bias_table, last_tokens, buffer):
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         batch, rows = unpack(buffer, bucket), bucket.sequences
         if num_steps > 1:
@@ -93,20 +94,24 @@ def compile_step(
         *pools, sampling, hidden = forward(
             model, kv_pool, token_pool, last_tokens, batch, sampling_rows=rows, backend=backend
         )
-        # With logits, of which sampling needs as many.
-        return pools, sampling, prompt_logprobs(model, hidden, batch.token_ids, tile=rows)
+        return pools, lax.dynamic_update_slice(all_hidden, hidden, (0, 0)), sampling
 
     return aot.compile_for(
         step,
         leaves,
         jax.ShapeDtypeStruct(pool_shape(config, num_blocks), jnp.bfloat16),
         jax.ShapeDtypeStruct((num_blocks, BLOCK_SIZE), jnp.int32),
+        jax.ShapeDtypeStruct(hidden_shape(config), jnp.bfloat16),
         jax.ShapeDtypeStruct((bucket.sequences, config.vocab_size), jnp.float32),
         jax.ShapeDtypeStruct((bucket.sequences,), jnp.int32),
         jax.ShapeDtypeStruct((buffer_size(bucket),), jnp.int32),
         gpu="H200",
-        donate_argnums=(1, 2),
+        donate_argnums=(1, 2) if num_steps > 1 else (1, 2, 3),
     )
+
+
+def hidden_shape(config: LlamaConfig) -> tuple[int, int]:
+    return max(bucket.tokens for bucket in BUCKETS.values()), config.hidden_size
 
 
 def pool_shape(config: LlamaConfig, num_blocks: int) -> tuple[int, ...]:
@@ -147,14 +152,17 @@ def layer_weights(config: LlamaConfig) -> set[tuple[int, ...]]:
 
 
 def temporary_bytes(config: LlamaConfig, bucket: Bucket) -> int:
-    """What a step may use beside its arguments: the widest activations (gate and up, float32), the
-    logits, 96 MiB for the rest (attention's splits, queries, keys and values)."""
+    """What a forward pass may use beside its arguments: the widest activations (gate and up,
+    float32), 96 MiB for the rest (attention's splits, queries, keys and values)."""
     activations = 4 * bucket.tokens * 2 * config.intermediate_size
-    logits = 4 * bucket.sequences * config.vocab_size
     copied = 0
     if jax.__version_info__ < (0, 11):  # the slice of a layer's weights is a copy
         copied = 2 * max(map(math.prod, layer_weights(config)))
-    return activations + logits + 96 * MIB + copied
+    return activations + 96 * MIB + copied
+
+
+def logits_bytes(config: LlamaConfig, bucket: Bucket) -> int:
+    return 4 * bucket.sequences * config.vocab_size
 
 
 @pytest.mark.usefixtures("gpu_options")
@@ -179,7 +187,7 @@ def test_a_step_on_an_h200(model, bucket, backend):
     except NotImplementedError as error:
         pytest.skip(str(error))
     assert compiled.temp_bytes < temporary_bytes(config, BUCKETS[bucket])
-    assert compiled.alias_bytes >= 2 * math.prod(pool)
+    assert compiled.alias_bytes >= 2 * (math.prod(pool) + math.prod(hidden_shape(config)))
     assert not copies_of_pool(pool, compiled.hlo)
     if jax.__version_info__ >= (0, 11):
         for shape in layer_weights(config):
@@ -210,7 +218,7 @@ def test_several_decode_steps_on_an_h200(backend):
     except NotImplementedError as error:
         pytest.skip(str(error))
     # The sampler works on the logits of all rows, in float32 and several copies.
-    sampler = 8 * 4 * bucket.sequences * LLAMA_3_8B.vocab_size
+    sampler = 9 * logits_bytes(LLAMA_3_8B, bucket)
     assert compiled.temp_bytes < temporary_bytes(LLAMA_3_8B, bucket) + sampler
     assert compiled.alias_bytes >= 2 * math.prod(pool)
     assert not copies_of_pool(pool, compiled.hlo)
@@ -218,6 +226,25 @@ def test_several_decode_steps_on_an_h200(backend):
         assert not any(written(shape, compiled.hlo) for shape in layer_weights(LLAMA_3_8B))
     for name in ("write_kv", "paged_attention_decode"):
         assert name in compiled.ptx
+
+
+@pytest.mark.usefixtures("gpu_options")
+@pytest.mark.parametrize("model", MODELS)
+def test_prompt_logprobs_on_an_h200(model):
+    config, rows = MODELS[model], BUCKETS["chunks"].sequences
+    abstract = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(abstract, nnx.Param)
+    leaves, treedef = jax.tree.flatten(params)
+
+    def run(leaves, hidden, targets):
+        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        return prompt_logprobs(model, hidden, targets, tile=rows)
+
+    hidden = jax.ShapeDtypeStruct(hidden_shape(config), jnp.bfloat16)
+    targets = jax.ShapeDtypeStruct(hidden.shape[:1], jnp.int32)
+    compiled = aot.compile_for(run, leaves, hidden, targets, gpu="H200")
+    # A tile's logits, and what the best of them are looked for in.
+    assert compiled.temp_bytes < 4 * logits_bytes(config, BUCKETS["chunks"]) + 8 * MIB
 
 
 def test_a_copy_of_the_weights_would_show():

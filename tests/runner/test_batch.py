@@ -7,7 +7,6 @@ from jpaged.runner.batch import (
     build_batch,
     pack_parameters,
     parameter,
-    read_logprob_targets,
     unpack,
 )
 from jpaged.runner.buckets import Bucket
@@ -32,7 +31,6 @@ def test_what_the_host_packs_the_device_unpacks():
         num_sampled=1,
         tables=tables,
         parameters=rows,
-        logprob_targets=[(1, np.array([2, 3, -1]))],
     )
     assert buffer.shape == (buffer_size(BUCKET),) and buffer.dtype == np.int32
     batch = jax.jit(unpack, static_argnums=1)(buffer, BUCKET)
@@ -47,21 +45,6 @@ def test_what_the_host_packs_the_device_unpacks():
     np.testing.assert_array_equal(
         parameter(batch.parameters, "temperature")[:2], np.float32([0.1 * 4, 0.1 * 1])
     )
-
-
-def test_the_host_reads_whose_prompt_logprobs_a_buffer_asks_for():
-    step = {
-        "token_ids": np.array([7, 1, 2, 3], np.int32),
-        "lengths": np.array([1, 3], np.int32),
-        "context_lens": np.array([5, 3], np.int32),
-        "slots": np.array([0, 1], np.int32),
-        "num_sampled": 1,
-        "tables": np.zeros((2, 16), np.int32),
-        "parameters": np.stack([parameters()] * 2),
-    }
-    assert read_logprob_targets(build_batch(BUCKET, **step), BUCKET) is None
-    buffer = build_batch(BUCKET, **step, logprob_targets=[(1, np.array([2, 3, -1]))])
-    assert read_logprob_targets(buffer, BUCKET).tolist() == [-1, 2, 3, -1] + [-1] * 12
 
 
 def test_tables_narrower_than_the_bucket_are_padded():

@@ -19,11 +19,12 @@ def test_a_cpu_pool_is_4_gib_or_a_quarter_of_what_is_available():
     assert cpu_pool_bytes(64 * GIB) == 4 * GIB
     assert cpu_pool_bytes(16 * GIB) == 4 * GIB
     assert cpu_pool_bytes(8 * GIB) == 2 * GIB
+    assert cpu_pool_bytes(14 * GIB) == 3 * GIB
     assert cpu_pool_bytes(10**4) == 2048
 
 
 def test_a_pool_is_as_large_at_the_next_start_if_about_as_much_memory_is_free():
-    assert cpu_pool_bytes(14.6 * GIB) == cpu_pool_bytes(11.1 * GIB) == 2 * GIB
+    assert cpu_pool_bytes(15.9 * GIB) == cpu_pool_bytes(12.1 * GIB) == 3 * GIB
     pools = {
         gpu_pool_bytes(141 * GIB, used, 300 * 2**20, 0.9) for used in (16 * GIB, 17_180_000_000)
     }
@@ -37,6 +38,9 @@ def test_a_container_has_what_its_limit_leaves(tmp_path):
     assert container_bytes_left(tmp_path) == float("inf")
     (tmp_path / "memory.max").write_text("1000\n")
     assert container_bytes_left(tmp_path) == 900
+    # A checkpoint that was read stays in memory until something else needs the room.
+    (tmp_path / "memory.stat").write_text("anon 30\ninactive_file 60\nslab 5\n")
+    assert container_bytes_left(tmp_path) == 960
 
 
 def test_a_gpu_pool_is_what_weights_and_temporaries_leave():
