@@ -139,7 +139,7 @@ class SamplingParams:
             "early_stopping": (
                 "never"
                 if self.early_stopping == "never"
-                else as_bool("early_stopping", self.early_stopping)
+                else as_bool("early_stopping", self.early_stopping, or_else="'never'")
             ),
             "priority": as_int(
                 "priority",

@@ -51,13 +51,15 @@ def as_float(
     return number
 
 
-def as_bool(name: str, value: Any) -> bool:
-    """`value` as a bool; NumPy's bool is accepted, numbers are not."""
+def as_bool(name: str, value: Any, *, or_else: str = "") -> bool:
+    """`value` as a bool; NumPy's bool is accepted, numbers are not. `or_else` is what the caller
+    takes besides, for the message."""
     if isinstance(value, bool):
         return value
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
-    raise TypeError(f"{name} must be True or False, got {shown(value)}")
+    choices = f"True, False or {or_else}" if or_else else "True or False"
+    raise TypeError(f"{name} must be {choices}, got {shown(value)}")
 
 
 def as_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:

@@ -189,7 +189,8 @@ class Scheduler:
         )
         if needed > manager.num_blocks:
             raise ValueError(
-                f"a request of {num_sequences} sequences of up to {max_total_tokens} tokens needs "
+                f"a request of {num_sequences} sequence{'s' * (num_sequences > 1)} of up to "
+                f"{max_total_tokens} tokens needs "
                 f"{needed} blocks of {manager.block_size} token slots, and the KV pool has "
                 f"{manager.num_blocks}"
             )

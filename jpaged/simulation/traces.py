@@ -29,7 +29,8 @@ def read_records(path: str, kind: str) -> list[dict[str, Any]]:
         TraceError: a line is not in the format.
         OSError: the file cannot be read.
     """
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    # Bad bytes become lone surrogates, so that the line that holds them can be named.
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         records = []
         lines = _csv_lines(file, path) if kind in ("sharegpt", "azure") else _json_lines(file, path)
         for number, line in lines:
@@ -47,22 +48,33 @@ def _csv_lines(file: Any, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     reader = csv.DictReader(file)
     try:
         for row in reader:
+            for value in row.values():
+                _check_utf_8(value if isinstance(value, str) else "")
             yield reader.line_num, row
-    except (csv.Error, UnicodeDecodeError) as error:
+    except (csv.Error, ValueError) as error:
         raise TraceError(f"{path}: line {reader.line_num}: {error}") from error
 
 
 def _json_lines(file: Any, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    number = 0
+    for number, text in enumerate(file, start=1):
+        try:
+            _check_utf_8(text)
+            if not text.strip():
+                continue
+            line = json.loads(text)
+            if not isinstance(line, dict):
+                raise ValueError(f"a line must be a JSON object, got {text.strip()[:40]!r}")
+        except ValueError as error:
+            raise TraceError(f"{path}: line {number}: {error}") from error
+        yield number, line
+
+
+def _check_utf_8(text: str) -> None:
+    """Refuses what was read with `errors="surrogateescape"` from bytes that are not UTF-8."""
     try:
-        for number, text in enumerate(file, start=1):
-            if text.strip():
-                line = json.loads(text)
-                if not isinstance(line, dict):
-                    raise ValueError(f"a line must be a JSON object, got {text.strip()[:40]!r}")
-                yield number, line
-    except ValueError as error:  # also UnicodeDecodeError, of the line after the last good one
-        raise TraceError(f"{path}: line {number}: {error}") from error
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"it must be UTF-8, got a bad byte at character {error.start}") from error
 
 
 def _start_at_zero(records: list[dict[str, Any]], path: str) -> None:

@@ -148,6 +148,21 @@ def test_a_bad_trace_is_refused_by_its_line(write, kind, content, message):
         read_trace(write(content), kind)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("jsonl", "\n".join(map(json.dumps, JSONL)) + '\n{"prompt": "\udcff"}\n'),
+        ("azure", AZURE + "\udcff,1,1\n"),
+    ],
+)
+def test_a_line_that_is_not_utf_8_is_named(tmp_path, kind, text):
+    path = tmp_path / "trace"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    number = text.count("\n")
+    with pytest.raises(ValueError, match=f"line {number}: it must be UTF-8, got a bad byte at"):
+        read_trace(str(path), kind)
+
+
 # ---------------------------------------------------------------- lengths
 
 
