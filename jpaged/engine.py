@@ -26,8 +26,9 @@ from jpaged.runner.attention_backend import log_attention_backend, resolve_atten
 from jpaged.runner.buckets import make_buckets, table_width
 from jpaged.runner.compilations import CompilationCounter
 from jpaged.runner.kv_pool import log_pool
-from jpaged.runner.model_runner import BATCH_INVARIANT_TILE, ModelRunner
+from jpaged.runner.model_runner import ModelRunner
 from jpaged.runner.preemption_costs import PreemptionCosts
+from jpaged.runner.programs import BATCH_INVARIANT_TILE
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling import POLICIES, Scheduler
 from jpaged.stats import EngineStats

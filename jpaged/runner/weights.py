@@ -9,15 +9,16 @@ import jax
 from jax.tree_util import DictKey
 
 from jpaged.models.layers import is_kernel, is_table
-from pallas_kernels.products import Table, arrange, arranges, has_head
+from pallas_kernels.memory import in_large_pages
+from pallas_kernels.products import Arranged, Table, arrange, arranges, has_head
 
 _LOG = logging.getLogger("jpaged")
 
 
 def for_device(params: Any, device: jax.Device, backend: str) -> Any:
     """The parameters, of which the layers' kernels are arranged, and the tables marked, where
-    kernels for `device` read them so and the attention backend does not forbid it. What is arranged
-    is a copy: whoever still holds the parameters holds them twice."""
+    kernels for `device` read them so and the attention backend does not forbid it. These are copies
+    (in large pages: each step reads them all); whoever still holds the parameters has two."""
     if device.platform != "cpu" or backend not in ("auto", "llvm"):
         return params
     copied = 0
@@ -27,10 +28,13 @@ def for_device(params: Any, device: jax.Device, backend: str) -> Any:
         in_layers = DictKey("layers") in path
         if in_layers and is_kernel(path) and arranges(leaf.shape, leaf.dtype):
             copied += leaf.nbytes
+            outputs = leaf.shape[2:]
             # Finished here: what is measured of the memory later has it all.
-            return jax.block_until_ready(jax.jit(arrange)(leaf))
+            columns = in_large_pages(lambda leaf: arrange(leaf).columns, leaf)
+            return Arranged(columns.block_until_ready(), outputs)
         if is_table(path) and has_head(leaf.shape, leaf.dtype):
-            return Table(leaf)
+            copied += leaf.nbytes
+            return Table(in_large_pages(lambda leaf: leaf, leaf).block_until_ready())
         return leaf
 
     with jax.default_device(device):

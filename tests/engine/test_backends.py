@@ -218,7 +218,7 @@ def lowered_steps(tiny_checkpoint, monkeypatch):
         runner = Engine(tiny_checkpoint, config).runner
         monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, *_: lowered)
         assert {8, 64, 96} <= {bucket.tokens for bucket in runner.buckets}
-        return {b.tokens: runner._compile_forward(b, num_blocks=8) for b in runner.buckets}
+        return {b.tokens: runner._programs.compile_forward(b, num_blocks=8) for b in runner.buckets}
 
     return lower
 
@@ -256,7 +256,9 @@ def test_tokens_are_the_same_without_the_matrix_unit(features, monkeypatch):
 
     def run():
         engine = make(checkpoint, "auto", block_size=16, num_blocks=64, **features)
-        return tokens_of(engine), custom_calls(next(iter(engine.runner._sample.values())))["head"]
+        return tokens_of(engine), custom_calls(
+            next(iter(engine.runner._programs._sample.values()))
+        )["head"]
 
     found, heads = run()
     assert heads == 1
