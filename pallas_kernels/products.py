@@ -158,8 +158,7 @@ def stacked_product(
     """x @ weights[layer], which is read where it lies, where `has_kernel` says so.
 
     XLA's CPU copies a layer's weights out of the stack first, and takes up to twice as long as
-    reading them takes. Sums are in float32, in an order that does not depend on the number of rows,
-    but that up to 8 rows of arranged float32 have another one than more rows.
+    reading them takes. Sums are in float32, in an order that does not depend on the number of rows.
 
     Args:
         x: Rows, of the weights' dtype: float32 or bfloat16.
@@ -173,7 +172,7 @@ def stacked_product(
         ValueError: There is no kernel for these shapes, or arranged weights meet another device
             than a CPU.
     """
-    from pallas_kernels import llvm_amx, llvm_columns, llvm_matmul
+    from pallas_kernels import llvm_amx, llvm_matmul
 
     # The kernel reads what it is told is there.
     if x.dtype != weights.dtype:
@@ -192,10 +191,7 @@ def stacked_product(
     num_live = x.shape[0] if num_live is None else num_live
     if isinstance(weights, Arranged):
         _check_target("weights")
-        if x.dtype == jnp.float32 and x.shape[0] <= llvm_columns.MOST_ROWS:
-            y = llvm_columns.multiply(x, weights.columns, layer)
-        else:
-            y = llvm_amx.multiply(x, weights.columns, layer, num_live)
+        y = llvm_amx.multiply(x, weights.columns, layer, num_live)
     else:
         y = llvm_matmul.multiply(x, weights.reshape(*shape[:2], -1), layer, num_live)
     return y.reshape(x.shape[0], *shape[2:])

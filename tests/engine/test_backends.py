@@ -240,13 +240,11 @@ needs_tiles = pytest.mark.skipif(
 
 @needs_tiles
 @pytest.mark.parametrize("backend", ["auto", "llvm", "xla"])
-def test_steps_multiply_by_the_matrix_unit_from_9_rows_on(lowered_steps, backend):
-    """Few rows of float32 go to the kernel that reads weights arranged for it."""
+def test_all_steps_multiply_by_the_matrix_unit(lowered_steps, backend):
     used = backend != "xla"
-    for tokens, program in lowered_steps(backend).items():
+    for program in lowered_steps(backend).values():
         calls = custom_calls(program)
-        assert calls["columns_product"] == 4 * (used and tokens <= 8)
-        assert calls["tiles_product"] == calls["rows_as_tiles"] == 4 * (used and tokens > 8)
+        assert calls["tiles_product"] == calls["rows_as_tiles"] == 4 * used
         assert calls["few_rows_product"] == 0
 
 
