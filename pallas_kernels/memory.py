@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import sys
 from collections.abc import Callable
@@ -39,17 +40,19 @@ def in_large_pages(make: Callable[..., jax.Array], *arguments: jax.Array) -> jax
     """`make(*arguments)`, jitted, in large pages of memory where Linux hands them out to who asks.
 
     To read such an array misses fewer translations of addresses. Elsewhere the pages are as usual.
+    `make` is compiled once for the same shapes if it is the same function.
     """
     if not _has_kernel() or sys.platform != "linux":
         return jax.jit(make)(*arguments)
     result = jax.eval_shape(make, *arguments)
     place = unwritten(result.shape, result.dtype).block_until_ready()
     _ask_for_large_pages(place.unsafe_buffer_pointer(), place.nbytes)
+    return _fill(make, place, *arguments)
 
-    def fill(place, *arguments):
-        return lax.dynamic_update_slice(place, make(*arguments), (0,) * place.ndim)
 
-    return jax.jit(fill, donate_argnums=0)(place, *arguments)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _fill(make: Callable[..., jax.Array], place: jax.Array, *arguments: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice(place, make(*arguments), (0,) * place.ndim)
 
 
 def _ask_for_large_pages(address: int, size: int) -> None:

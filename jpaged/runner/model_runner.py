@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -86,6 +87,8 @@ class ModelRunner:
         self.bytes_per_block = block_bytes(
             num_layers, num_kv_heads, block_size, head_dim, self._pool_dtype
         )
+        # Before weights are copied into another form: the first one goes when this is made.
+        left = host_bytes_left() if self.device.platform == "cpu" else math.inf
         params = for_device(params, self.device, backend)
         # Leaves and not a module, since walking a module costs milliseconds a call.
         self._leaves = jax.tree.leaves(params)
@@ -113,15 +116,13 @@ class ModelRunner:
             available = available_pool_bytes(self.device, temporary, gpu_memory_utilization)
             token_bytes = 4 * block_size  # of the token pool
             num_blocks = blocks_in(available, self.bytes_per_block + token_bytes, block_size)
-        elif self.device.platform == "cpu":
-            # The pool takes memory as it fills: one that is larger than what there is would end the
-            # process, later on.
-            size, left = num_blocks * self.bytes_per_block, host_bytes_left()
-            if size > left:
-                raise ValueError(
-                    f"num_blocks={num_blocks} asks for a KV pool of {size} bytes, "
-                    f"but only {left} bytes of memory are left"
-                )
+        elif (size := num_blocks * self.bytes_per_block) > left:
+            # A CPU's pool takes memory as it fills: one that is larger than what there is would end
+            # the process, later on.
+            raise ValueError(
+                f"num_blocks={num_blocks} asks for a KV pool of {size} bytes, "
+                f"but only {left} bytes of memory are left"
+            )
         self.num_blocks = num_blocks
         self._kv_pool, self._token_pool = self._new_pools()
         self._moves = BlockMoves(
