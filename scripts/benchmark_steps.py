@@ -58,39 +58,35 @@ def full_step(bucket: Bucket, lengths: list[int], contexts: list[int], num_block
     )
 
 
-def best_ms(engine: Engine, bucket: Bucket, buffer: Any, steps: int) -> float:
-    """Milliseconds of the fastest of some steps."""
-    times = []
+def best_ms(cases: list[tuple[Engine, Bucket, Any]], steps: int) -> list[float]:
+    """Milliseconds of the fastest of some steps of each case. They take turns, since a machine's
+    speed may change from minute to minute."""
+    times: list[list[float]] = [[] for _ in cases]
     for _ in range(steps + 1):
-        began = time.perf_counter()
-        engine.runner.execute(bucket, buffer.copy()).tokens(1)
-        times.append(time.perf_counter() - began)
-    return min(times) * 1e3
+        for (engine, bucket, buffer), taken in zip(cases, times, strict=True):
+            began = time.perf_counter()
+            engine.runner.execute(bucket, buffer.copy()).tokens(1)
+            taken.append(time.perf_counter() - began)
+    return [min(taken) * 1e3 for taken in times]
 
 
 def measure_buckets(engine: Engine, context: int, steps: int) -> list[dict[str, Any]]:
     """A row for each bucket, smallest first."""
     num_blocks = engine.runner.num_blocks
     rows = []
-    for bucket in engine.runner.buckets:
+    buckets = engine.runner.buckets
+    for i, bucket in enumerate(buckets):
         decodes = bucket.sequences
         buffer = full_step(bucket, [1] * decodes, [context] * decodes, num_blocks)
-        chunk = full_step(bucket, [bucket.tokens], [bucket.tokens], num_blocks)
-        rows.append(
-            {
-                "tokens": bucket.tokens,
-                "sequences": bucket.sequences,
-                "blocks": bucket.blocks,
-                "decodes_ms": best_ms(engine, bucket, buffer, steps),
-                "chunk_ms": best_ms(engine, bucket, chunk, steps),
-            }
-        )
-    # What each full step would take in the next bucket: its padding is what is lost.
-    for row, bucket, larger in zip(rows, engine.runner.buckets, engine.runner.buckets[1:]):
-        if larger.blocks != bucket.blocks:
-            continue
-        chunk = full_step(larger, [bucket.tokens], [bucket.tokens], num_blocks)
-        row["chunk_in_next_ms"] = best_ms(engine, larger, chunk, steps)
+        cases = {"decodes_ms": (engine, bucket, buffer)}
+        # The chunk in the next bucket, too: its padding is what is lost.
+        names = ("chunk_ms", "chunk_in_next_ms")
+        for name, taken in zip(names, buckets[i : i + 2]):
+            if taken.blocks == bucket.blocks:
+                chunk = full_step(taken, [bucket.tokens], [bucket.tokens], num_blocks)
+                cases[name] = engine, taken, chunk
+        sizes = {"tokens": bucket.tokens, "sequences": bucket.sequences, "blocks": bucket.blocks}
+        rows.append(sizes | dict(zip(cases, best_ms(list(cases.values()), steps))))
     return rows
 
 
@@ -144,7 +140,7 @@ def measure_contexts(
         f"pool of {few_blocks} blocks, max_model_len {most}": {"num_blocks": few_blocks},
         f"pool of {few_blocks} blocks, max_model_len {most // 8}": small,
     }
-    rows = []
+    rows, measured = [], []
     for name, change in engines.items():
         engine = make_engine(checkpoint, values, **settings | change)
         engine.warmup(progress=False)
@@ -157,9 +153,10 @@ def measure_contexts(
                 engine.runner.buckets, DECODES, DECODES, -(-max(lengths) // BLOCK_SIZE)
             )
             buffer = full_step(bucket, [1] * DECODES, lengths, few_blocks)
-            step = best_ms(engine, bucket, buffer, values.steps)
-            rows.append({"engine": name, "contexts": case, "ms": step})
-    return rows
+            measured.append((engine, bucket, buffer))
+            rows.append({"engine": name, "contexts": case})
+    times = best_ms(measured, values.steps)
+    return [row | {"ms": taken} for row, taken in zip(rows, times, strict=True)]
 
 
 def run(values: flags.FlagValues) -> int:
