@@ -185,7 +185,6 @@ def _logprob_targets(
     """Of each token that a plan computes the next prompt token, where its logprob is wanted, else
     -1; None if none is."""
     targets = None
-    ends = np.cumsum(plan.lengths)
     for row, sequence in enumerate(plan.sequences):
         if sequence.request.sampling_params.prompt_logprobs is None:
             continue
@@ -196,6 +195,7 @@ def _logprob_targets(
         if wanted.any():
             if targets is None:
                 targets = np.full(plan.num_tokens, -1, np.int32)
+                ends = np.cumsum(plan.lengths)
             places = np.minimum(places, sequence.num_prompt_tokens - 1)
             found = np.where(wanted, sequence.token_ids[places], -1)
             targets[ends[row] - length : ends[row]] = found

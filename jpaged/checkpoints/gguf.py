@@ -105,8 +105,8 @@ class _Reader(GGUFReader):
 
     @data.setter
     def data(self, value: np.ndarray) -> None:
-        # The reader slices it 250,000 times for a vocabulary, and a memmap is 4x slower to slice
-        # than the plain array over the same memory.
+        # It is sliced for each string of a vocabulary, and a memmap is 4x slower to slice than the
+        # plain array over the same memory.
         self._data = np.asarray(value)
 
     def _get(

@@ -170,10 +170,10 @@ class ModelRunner:
 
     def _new_pools(self) -> tuple[Array, Array]:
         L, K, D = self._pool_axes
-        size = self.num_blocks * self.bytes_per_block
         try:
             return allocate_pool(L, self.num_blocks, K, self.block_size, D, self._pool_dtype)
         except jax.errors.JaxRuntimeError as error:
+            size = self.num_blocks * self.bytes_per_block
             raise ValueError(
                 f"num_blocks={self.num_blocks} asks for a KV pool of {size} bytes, "
                 "which cannot be allocated"
