@@ -32,6 +32,7 @@ from pallas_kernels.llvm_build import (
     smaller,
 )
 from pallas_kernels.llvm_handler import Handler, call_handler, compiled_once
+from pallas_kernels.llvm_quantised import Groups, asking
 from pallas_kernels.llvm_tiles import (
     AHEAD,
     DEPTH,
@@ -44,8 +45,8 @@ from pallas_kernels.llvm_tiles import (
     num_parts,
     threads,
 )
+from pallas_kernels.quantised import COLUMNS, Quantised, group_bytes
 
-COLUMNS = 32  # of x @ w, in a unit: two tiles
 # Products of tiles after which sums are put aside, so that there is room on the stack for the tiles
 # of w: 108 KiB of three parts, which stay in the second nearest cache.
 _STEPS = 18
@@ -53,8 +54,8 @@ _PLACES = 32  # a power of 2 from _STEPS on
 # Bytes of rows that take all of w before the next ones do: they stay there too. But each panel
 # reads all of w, so it has at least some groups of rows.
 _PANEL, _LEAST = 1 << 20, 4
-# Below so many numbers a second thread is not worth calling.
-_ALONE = 1 << 15
+# Below so many numbers a second thread is not worth calling: of rows to lay out, and of a matrix.
+_ALONE_ROWS, _ALONE = 1 << 17, 1 << 15
 
 
 class Product(NamedTuple):
@@ -62,6 +63,7 @@ class Product(NamedTuple):
 
     dtype: str  # of the rows and of the matrix
     blocks: int  # tiles of rows that are multiplied at once, 1 or 2
+    bits: int = 0  # of a quantised matrix's numbers
 
 
 def _lay_out(sizes: Product, work: Work) -> None:
@@ -75,15 +77,15 @@ def _lay_out(sizes: Product, work: Work) -> None:
     group, block = b.sdiv(unit, I64(blocks)), b.srem(unit, I64(blocks))
     first = b.mul(unit, I64(ROWS))
     last = smaller(b, b.add(first, I64(ROWS)), num_rows)  # rows of padding stay what they are
-    with loop(b, first, last) as row:
+    # In this order what is written is adjacent.
+    with loop(b, I64(0), steps) as step, loop(b, first, last) as row:
         line = b.mul(b.sub(row, first), I64(64))
-        with loop(b, I64(0), steps) as step:
-            index = b.add(b.mul(row, depth), b.mul(step, I64(DEPTH)))
-            where = b.mul(b.add(b.mul(group, steps), step), I64(parts))
-            halves = tiles.load_rows(x, index, b.add(index, I64(LANES)), sizes.dtype)
-            for part, half in enumerate(halves):
-                tile = b.add(b.mul(b.add(where, I64(part)), I64(blocks)), block)
-                tiles.keep(tiles.joined(*half), y, b.add(b.mul(tile, I64(TILE)), line))
+        index = b.add(b.mul(row, depth), b.mul(step, I64(DEPTH)))
+        where = b.mul(b.add(b.mul(group, steps), step), I64(parts))
+        halves = tiles.load_rows(x, index, b.add(index, I64(LANES)), sizes.dtype)
+        for part, half in enumerate(halves):
+            tile = b.add(b.mul(b.add(where, I64(part)), I64(blocks)), block)
+            tiles.keep(tiles.joined(*half), y, b.add(b.mul(tile, I64(TILE)), line))
 
 
 def _multiply(sizes: Product, work: Work) -> None:
@@ -99,6 +101,9 @@ def _multiply(sizes: Product, work: Work) -> None:
     live = smaller(b, last, num_live)
     column = b.mul(b.srem(unit, columns), I64(COLUMNS))
     matrix = b.mul(b.add(b.mul(layer, width), column), depth)
+    if sizes.bits:
+        size = group_bytes(sizes.bits)
+        matrix = b.gep(w, [b.mul(b.sdiv(matrix, I64(DEPTH * COLUMNS)), I64(size))])
     step_bytes = 2 * parts * TILE
     with b.goto_entry_block():
         room = b.alloca(I8, _STEPS * step_bytes)
@@ -130,7 +135,20 @@ def _multiply(sizes: Product, work: Work) -> None:
                 offset = (2 * part + half) * TILE + row // 2 * 64
                 tiles.keep(tiles.in_pairs(*pair), place, I64(offset))
 
+    def read_quantised(step: ir.Value, place: ir.Value) -> list[Action]:
+        """A group's weights, rounded to bfloat16, become a step's tiles."""
+        group = Groups(b, b.gep(matrix, [b.mul(step, I64(size))]), sizes.bits)
+
+        def read_pairs(half: int, four: int) -> None:
+            for i, row in enumerate(group.bfloat_pairs(half, four)):
+                tiles.keep(row, place, I64(half * TILE + (4 * four + i) * 64))
+
+        asks = asking(group, matrix, step, size=steps, further=b.mul(apart, steps))
+        return [functools.partial(read_pairs, i, j) for i in range(2) for j in range(4)] + asks
+
     def reading(step: ir.Value, place: ir.Value) -> list[Action]:
+        if sizes.bits:
+            return read_quantised(step, place)
         return [functools.partial(read_pair, step, place, row) for row in range(0, DEPTH, 2)]
 
     def tiles_of_x(group: ir.Value, step: ir.Value) -> ir.Value:
@@ -211,25 +229,30 @@ def _kernel(name: str, sizes: Product) -> Handler:
 
 def multiply(
     x: Float[Array, "T E"],
-    w: Float[Array, "L C E COLUMNS"],
+    w: Float[Array, "L C E COLUMNS"] | Quantised,
     layer: Int[Array, ""] | int,
     num_live: Int[Array, ""] | int,
 ) -> Float[Array, "T F"]:
     """Return float32 x @ w[layer], read in the stack, of the first num_live rows; others may be 0.
-    w holds columns of [L, E, F], COLUMNS side by side; E is a multiple of DEPTH."""
+    w holds columns of [L, E, F], COLUMNS side by side; E is a multiple of DEPTH. Quantised ones are
+    for x of bfloat16."""
     num_rows, depth = x.shape
-    width = w.shape[1] * COLUMNS
     sizes = Product(x.dtype.name, 1 if num_rows <= ROWS else 2)
+    if isinstance(w, Quantised):
+        sizes, matrices = sizes._replace(bits=w.bits), w.groups
+    else:
+        matrices = w
+    width = matrices.shape[1] * COLUMNS
     parts, group_rows = num_parts(sizes.dtype), ROWS * sizes.blocks
     groups = -(-num_rows // group_rows)
     rows = call_handler(
-        _kernel("rows_as_tiles", sizes),
+        _kernel("rows_as_tiles", sizes._replace(bits=0)),
         jax.ShapeDtypeStruct(
             (groups, depth // DEPTH, parts, sizes.blocks, ROWS, DEPTH), jnp.bfloat16
         ),
         x,
         units=-(-num_rows // ROWS),
-        alone=x.size < _ALONE,
+        alone=x.size < _ALONE_ROWS,
         numbers=(num_rows, depth),
     )
     most = max(_PANEL // (group_rows * depth * parts * 2), _LEAST)
@@ -241,7 +264,7 @@ def multiply(
         _kernel("tiles_product", sizes),
         jax.ShapeDtypeStruct((groups * group_rows, width), jnp.float32),
         rows,
-        w,
+        matrices,
         units=width // COLUMNS * -(-groups // panel),
         alone=alone,
         numbers=(depth, width, layer, groups, live, panel, 1 if alone else threads()),

@@ -18,6 +18,20 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32, F16 = ir.FloatType(), ir.HalfType()
 POINTER = I8.as_pointer()
 
+
+class BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite's IR has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
 # XLA_FFI_CallFrame
 _EXTENSION, _API, _CONTEXT, _STAGE, _ARGS, _RETS = 8, 16, 24, 32, 72, 112
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE

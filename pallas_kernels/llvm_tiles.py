@@ -34,6 +34,8 @@ AHEAD = 2  # products of tiles for which numbers are asked for in advance
 _SUMS, _A, _B = (0, 1, 2, 3), (4, 5), (6, 7)
 # Products of parts (of A, of B), in an order that loads few tiles.
 _PAIRS = {1: [(0, 0)], 3: [(0, 2), (0, 1), (1, 1), (1, 0), (0, 0), (2, 0)]}
+# The same where B is bfloat16 itself.
+_EXACT_PAIRS = {3: [(2, 0), (1, 0), (0, 0)]}
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux keeps tiles for threads that asked.
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 
@@ -43,11 +45,12 @@ _LOG = logging.getLogger(__name__)
 
 @functools.cache
 def has_tiles() -> bool:
-    """Whether this machine has the matrix unit and the system lets this process use it."""
+    """Whether this machine has the matrix unit, and vectors that round to bfloat16 (AVX512-BF16, as
+    all machines with the one have unless it is hidden), and the system lets this process use it."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     features = binding.get_host_cpu_features()
-    if not (features.get("amx-tile") and features.get("amx-bf16")):
+    if not all(features.get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16")):
         return False
     syscall = ctypes.CDLL(None).syscall
     syscall.restype = ctypes.c_long
@@ -62,6 +65,12 @@ def num_parts(dtype: str) -> int:
     return 3 if dtype == "float32" else 1
 
 
+def tile_rows(num_rows: int) -> int:
+    """Rows of a tile of A, of so many in all: fewer than ROWS are less to read and to compute, and
+    a row's results are the same."""
+    return next((rows for rows in (4, 8) if num_rows <= rows), ROWS)
+
+
 def element(dtype: str) -> ir.Type:
     """A number of this dtype in memory; int16 are the bits of bfloat16."""
     return F32 if dtype == "float32" else I16
@@ -73,21 +82,37 @@ def threads() -> int:
 
 
 class Tiles(Vectors):
-    """Products of tiles, of `blocks` tiles of A at once with `halves` of B (1 or 2)."""
+    """Products of tiles, of `blocks` tiles of A at once with `halves` of B (1 or 2).
 
-    def __init__(self, builder: ir.IRBuilder, parts: int, blocks: int, halves: int) -> None:
+    rows      of a tile of A and of the sums: fewer are faster, and a row's sums are the same
+    exact_b   whether tiles of B are bfloat16 even where A is in three parts
+    """
+
+    def __init__(
+        self,
+        builder: ir.IRBuilder,
+        parts: int,
+        blocks: int,
+        halves: int,
+        *,
+        rows: int = ROWS,
+        exact_b: bool = False,
+    ) -> None:
         super().__init__(builder, LANES)
         self.parts = parts
         self.blocks = blocks
         self.halves = halves
+        self.rows = rows
+        self.pairs = (_EXACT_PAIRS if exact_b else _PAIRS)[parts]
 
     def configure(self) -> None:
-        """Make all tiles 16 rows of 64 bytes, for this thread."""
+        """Make all tiles rows of 64 bytes, those of B 16 and the others `rows`, for this thread."""
         b = self.builder
         with b.goto_entry_block():
             place = b.alloca(I8, 64)
             place.align = 64
-        words = [1, 0] + [0x0040_0040_0040_0040] * 2 + [0] * 2 + [0x1010_1010_1010_1010, 0]
+        rows = sum((ROWS if tile in _B else self.rows) << 8 * tile for tile in (*_SUMS, *_A, *_B))
+        words = [1, 0] + [0x0040_0040_0040_0040] * 2 + [0] * 2 + [rows, 0]
         for i, word in enumerate(words):  # the palette; bytes of a row, eight times; rows, too
             b.store(I64(word), b.gep(b.bitcast(place, I64.as_pointer()), [I64(i)]))
         self._do("ldtilecfg", place)
@@ -127,18 +152,18 @@ class Tiles(Vectors):
         B's [parts, halves] at `b`."""
         actions: list[Action] = []
 
-        def load(tile: int, base: ir.Value, index: int) -> None:
-            place = self.builder.gep(base, [I64(index * TILE)])
+        def load(tile: int, base: ir.Value, offset: int) -> None:
+            place = self.builder.gep(base, [I64(offset)])
             actions.append(functools.partial(self._load, tile, place, I64(64)))
 
         held: tuple[int | None, int | None] = (None, None)
-        for pair in _PAIRS[self.parts]:
+        for pair in self.pairs:
             if pair[0] != held[0]:
                 for block in range(self.blocks):
-                    load(_A[block], a, pair[0] * self.blocks + block)
+                    load(_A[block], a, (pair[0] * self.blocks + block) * self.rows * 64)
             if pair[1] != held[1]:
                 for half in range(self.halves):
-                    load(_B[half], b, pair[1] * self.halves + half)
+                    load(_B[half], b, (pair[1] * self.halves + half) * TILE)
             held = pair
             for block, half, tile in self._each_sum():
                 operands = I8(tile), I8(_A[block]), I8(_B[half])

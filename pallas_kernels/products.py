@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,10 @@ from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import llvm
 from pallas_kernels.devices import tracing_target
+from pallas_kernels.quantised import COLUMNS, GROUP, Quantised, groups_shape
 
 # Most rows for which the kernel that needs no matrix unit is faster than XLA's product (measured,
-# BUILD_NOTES.md).
+# BUILD_NOTES.md). With quantised float32 weights it is so for any number.
 _MOST_ROWS = {"float32": 64, "bfloat16": 32}
 _MOST_ROWS_WIDENED = 8  # of bfloat16 on a machine that does not multiply it
 
@@ -63,16 +65,41 @@ def _fits_tiles(depth: int, width: int, dtype: DTypeLike) -> bool:
     return all(n > 0 and n % llvm_tiles.DEPTH == 0 for n in sizes) and llvm_tiles.has_tiles()
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=[])
+def reads_quantised(depth: int, width: int) -> bool:
+    """Whether `stacked_product` on this machine's CPU reads quantised weights [L, depth, width]: it
+    has the means to compile kernels, and the sizes fit."""
+    return llvm.missing() is None and not (depth % GROUP or width % COLUMNS)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["rows", "quantised"], meta_fields=[]
+)
 @dataclass(frozen=True)
 class Table:
-    """A table [V, E] that `head_product` may read: where `has_head` says so.
+    """A table [V, E] that `head_product` may read: where `has_head` says so, or it is quantised.
 
     Attributes:
-        rows: the table.
+        rows: the table; None where it is only a head's, and quantised.
+        quantised: the same weights [1, E, V] as a checkpoint has them, if they are there.
     """
 
-    rows: Float[Array, "V E"]
+    rows: Float[Array, "V E"] | None
+    quantised: Quantised | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[V, E]."""
+        return self._weights.shape[:0:-1] if self.rows is None else self.rows.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the weights."""
+        return self._weights.dtype if self.rows is None else self.rows.dtype
+
+    @property
+    def _weights(self) -> Quantised:
+        assert self.quantised is not None, "a table is there in one form at least"
+        return self.quantised
 
 
 def has_head(shape: Sequence[int], dtype: DTypeLike) -> bool:
@@ -96,13 +123,17 @@ def head_product(x: Float[Array, "R E"], table: Table) -> Float32[Array, "R V"]:
     """
     from pallas_kernels import llvm_head
 
-    if x.dtype != table.rows.dtype:
-        raise TypeError(f"x must be {table.rows.dtype.name} like the table, got {x.dtype.name}")
-    if x.ndim != 2 or x.shape[1] != table.rows.shape[1]:
-        raise ValueError(f"x must be [R, {table.rows.shape[1]}], got {x.shape}")
+    vocab_size, features = table.shape
+    if x.dtype != table.dtype:
+        raise TypeError(f"x must be {table.dtype.name} like the table, got {x.dtype.name}")
+    if x.ndim != 2 or x.shape[1] != features:
+        raise ValueError(f"x must be [R, {features}], got {x.shape}")
     _check_target("the table")
     if not x.shape[0]:
-        return jnp.zeros((0, table.rows.shape[0]), jnp.float32)
+        return jnp.zeros((0, vocab_size), jnp.float32)
+    if table.quantised is not None:
+        return stacked_product(x, table.quantised, 0)
+    assert table.rows is not None, "a table is there in one form at least"
     most = llvm_head.MOST_ROWS
     parts = [x[i : i + most] for i in range(0, x.shape[0], most)]
     return jnp.concatenate([llvm_head.logits(part, table.rows) for part in parts])
@@ -110,17 +141,15 @@ def head_product(x: Float[Array, "R E"], table: Table) -> Float32[Array, "R V"]:
 
 def arrange(weights: Float[Array, "L E ..."]) -> Arranged:
     """The weights in a kernel's order, where `arranges` says so; a copy."""
-    from pallas_kernels.llvm_amx import COLUMNS
-
     layers, depth = weights.shape[:2]
     columns = weights.reshape(layers, depth, -1, COLUMNS).transpose(0, 2, 1, 3)
     return Arranged(columns, weights.shape[2:])
 
 
-def has_kernel(num_rows: int, weights: Array | Arranged) -> bool:
+def has_kernel(num_rows: int, weights: Array | Arranged | Quantised) -> bool:
     """Whether `stacked_product` is for a product of num_rows rows with these weights [L, E, *out],
-    traced now: on a CPU, where the kernel is faster than what XLA does."""
-    if isinstance(weights, Arranged):
+    traced now: on a CPU, where the kernel is faster than what XLA does, or only it reads them."""
+    if isinstance(weights, Arranged | Quantised):
         return True
     dtype = jnp.dtype(weights.dtype).name
     if tracing_target().platform != "cpu" or dtype not in _MOST_ROWS:
@@ -151,7 +180,7 @@ def _most_rows(dtype: str) -> int:
 
 def stacked_product(
     x: Float[Array, "T E"],
-    weights: Float[Array, "L E ..."] | Arranged,
+    weights: Float[Array, "L E ..."] | Arranged | Quantised,
     layer: int | Int32[Array, ""],
     num_live: int | Int32[Array, ""] | None = None,
 ) -> Float32[Array, "T ..."]:
@@ -162,15 +191,16 @@ def stacked_product(
 
     Args:
         x: Rows, of the weights' dtype: float32 or bfloat16.
-        weights: The weights of all layers.
+        weights: The weights of all layers. Quantised ones count as what they stand for, rounded to
+            their dtype if that is bfloat16.
         layer: Which of them; may be traced. One outside is the nearest.
         num_live: How many of the first rows count, all if None; may be traced. The others' results
             are theirs or 0.
 
     Raises:
         TypeError: x is not of the weights' dtype.
-        ValueError: There is no kernel for these shapes, or arranged weights meet another device
-            than a CPU.
+        ValueError: There is no kernel for these shapes, or arranged or quantised weights meet
+            another device than a CPU.
     """
     from pallas_kernels import llvm_amx, llvm_matmul
 
@@ -192,6 +222,44 @@ def stacked_product(
     if isinstance(weights, Arranged):
         _check_target("weights")
         y = llvm_amx.multiply(x, weights.columns, layer, num_live)
+    elif isinstance(weights, Quantised):
+        _check_target("weights")
+        y = _quantised_product(x, weights, layer, num_live)
     else:
         y = llvm_matmul.multiply(x, weights.reshape(*shape[:2], -1), layer, num_live)
     return y.reshape(x.shape[0], *shape[2:])
+
+
+def _quantised_product(
+    x: Float[Array, "T E"],
+    weights: Quantised,
+    layer: Int32[Array, ""],
+    num_live: int | Int32[Array, ""],
+) -> Float32[Array, "T F"]:
+    from pallas_kernels import (
+        llvm_amx,
+        llvm_matmul,
+        llvm_quantised,
+        llvm_quantised_tiles,
+        llvm_tiles,
+    )
+
+    num_rows, dtype = x.shape[0], x.dtype.name
+    layers, depth, *outputs = weights.shape
+    expected = groups_shape(layers, depth, math.prod(outputs), weights.bits)
+    if weights.groups.shape != expected or weights.groups.dtype != jnp.uint8:
+        raise ValueError(
+            f"groups of weights {weights.shape} of {weights.bits} bits must be uint8 {expected}, "
+            f"got {weights.groups.dtype.name} {weights.groups.shape}"
+        )
+    if llvm_tiles.has_tiles():
+        # float32 weights would have to be split into parts. Those of bfloat16 need not, and scaling
+        # the results of many rows takes longer.
+        module = llvm_quantised_tiles if dtype == "float32" else llvm_amx
+        return module.multiply(x, weights, layer, num_live)
+    if dtype == "float32" or num_rows <= _most_rows(dtype):
+        padding = -num_rows % llvm_matmul.ROWS
+        padded = jnp.pad(x, [(0, padding), (0, 0)]) if padding else x
+        return llvm_matmul.multiply(padded, weights, layer, num_live)[:num_rows]
+    matrix = llvm_quantised.dequantise(weights, layer)
+    return lax.dot(x, matrix, preferred_element_type=jnp.float32)
