@@ -29,6 +29,7 @@ from jpaged.runner.kv_pool import log_pool
 from jpaged.runner.model_runner import ModelRunner
 from jpaged.runner.preemption_costs import PreemptionCosts
 from jpaged.runner.programs import BATCH_INVARIANT_TILE
+from jpaged.runner.weights import weights_dtype
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling import POLICIES, Scheduler
 from jpaged.stats import EngineStats
@@ -104,12 +105,13 @@ class Engine:
         """Allocates the KV pool.
 
         Raises ValueError if config.max_model_len exceeds what the model was made for, or memory
-        leaves no room for a pool, and NotImplementedError if config.attention_backend cannot serve
-        the model on this device.
+        leaves no room for a pool, or weights are quantised for another backend or device than reads
+        them so, and NotImplementedError if config.attention_backend cannot serve the model on this
+        device.
         """
         model = checkpoint.config
         leaf = jax.tree.leaves(checkpoint.params)[0]
-        dtype, platform = leaf.dtype, next(iter(leaf.devices())).platform
+        dtype, platform = weights_dtype(checkpoint.params), next(iter(leaf.devices())).platform
         self.config = config
         self.tokenizer = checkpoint.tokenizer
         self.vocab_size = model.vocab_size

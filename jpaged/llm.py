@@ -19,6 +19,7 @@ from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine, check_model
 from jpaged.outputs import RequestOutput
+from jpaged.runner.weights import reads_quantised_weights
 from jpaged.sampling_params import SamplingParams
 from jpaged.validation import shown
 
@@ -119,6 +120,7 @@ class LLM:
             tokenizer=tokenizer,
             dtype=resolved_dtype,
             check_config=functools.partial(check_model, config, dtype=resolved_dtype),
+            keep_quantised=reads_quantised_weights(attention_backend),
         )
         self._serve(Engine(checkpoint, config))
         self.engine.get_default_sampling_params()  # a bad generation_config.json shows now

@@ -113,6 +113,7 @@ class Bench:
         from jpaged.runner.block_moves import BlockMoves
         from jpaged.runner.kv_pool import allocate_pool, storage_dtype
         from jpaged.runner.swap_pool import SwapPool
+        from jpaged.runner.weights import weights_dtype
 
         self.tokens = tokens
         self.num_blocks = -(-tokens // block_size)
@@ -122,7 +123,7 @@ class Bench:
         model = checkpoint.config
         leaf = jax.tree.leaves(checkpoint.params)[0]
         device = next(iter(leaf.devices()))
-        dtype = storage_dtype(leaf.dtype, device.platform)
+        dtype = storage_dtype(weights_dtype(checkpoint.params), device.platform)
         self.pools: Pools = allocate_pool(
             model.num_layers, num_pool_blocks, model.num_kv_heads, block_size, model.head_dim, dtype
         )
@@ -297,11 +298,16 @@ def run(values: flags.FlagValues) -> int:
     from jpaged.checkpoints import load_checkpoint  # importing jax takes seconds
     from jpaged.compilation_cache import enable_compilation_cache
     from jpaged.llm import resolve_dtype
+    from jpaged.runner.weights import reads_quantised_weights
 
     with as_usage_error():
         if values.compilation_cache_dir:
             enable_compilation_cache(values.compilation_cache_dir)
-        checkpoint = load_checkpoint(values.model, dtype=resolve_dtype(values.dtype))
+        checkpoint = load_checkpoint(
+            values.model,
+            dtype=resolve_dtype(values.dtype),
+            keep_quantised=reads_quantised_weights(values.attention_backend),
+        )
     limit = checkpoint.config.max_position_embeddings - 1
     if values.tokens > limit:
         raise UsageError(f"tokens must be at most the model's {limit}, got {values.tokens}")

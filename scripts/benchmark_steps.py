@@ -36,6 +36,7 @@ from jpaged.engine import Engine
 from jpaged.llm import resolve_dtype
 from jpaged.runner.batch import PARAMETERS, build_batch
 from jpaged.runner.buckets import Bucket, choose_bucket
+from jpaged.runner.weights import reads_quantised_weights
 
 BLOCK_SIZE = 16
 DECODES = 32
@@ -165,7 +166,11 @@ def run(values: flags.FlagValues) -> int:
     if contexts != sorted(set(contexts)):
         raise UsageError(f"contexts must ascend, got {','.join(values.contexts)}")
     with as_usage_error():
-        checkpoint = load_checkpoint(values.model, dtype=resolve_dtype(values.dtype))
+        checkpoint = load_checkpoint(
+            values.model,
+            dtype=resolve_dtype(values.dtype),
+            keep_quantised=reads_quantised_weights("auto"),
+        )
         most = checkpoint.config.max_position_embeddings
         largest = max(contexts[-1], values.max_num_batched_tokens)
         if largest > most:

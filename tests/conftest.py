@@ -16,6 +16,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine import Engine
 from jpaged.llm import LLM
 from jpaged.models import Llama, LlamaConfig
+from jpaged.runner.weights import reads_quantised_weights
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,8 +31,9 @@ def compilation_cache(tmp_path_factory) -> None:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Checkpoint:
-    """The bundled SmolLM2-135M-Instruct in float32."""
-    return load_checkpoint("smollm2-135m", dtype=jnp.float32)
+    """The bundled SmolLM2-135M-Instruct in float32, as `LLM` loads it."""
+    kept = reads_quantised_weights("auto")
+    return load_checkpoint("smollm2-135m", dtype=jnp.float32, keep_quantised=kept)
 
 
 @pytest.fixture(scope="session")

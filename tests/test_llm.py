@@ -403,6 +403,22 @@ def test_a_bad_argument_is_refused_before_any_weight_is_read(no_loading, argumen
         LLM(**{"model": "smollm2-135m", **arguments})
 
 
+@pytest.mark.parametrize(("backend", "kept"), [("auto", True), ("llvm", True), ("xla", False)])
+def test_weights_stay_quantised_where_the_backend_leaves_them_to_kernels(
+    backend, kept, monkeypatch
+):
+    class Loaded(Exception):
+        pass
+
+    def load(model, **options):
+        assert options["keep_quantised"] == kept
+        raise Loaded
+
+    monkeypatch.setattr("jpaged.llm.load_checkpoint", load)
+    with pytest.raises(Loaded):
+        LLM("smollm2-135m", attention_backend=backend)
+
+
 def test_a_cache_folder_that_cannot_be_made_is_refused(no_loading, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
@@ -477,7 +493,7 @@ def test_the_constructor_loads_builds_and_warms_up(monkeypatch, tmp_path):
         def warmup(self):
             calls.append(("warm up",))
 
-    def load(model, *, tokenizer, dtype, check_config):
+    def load(model, *, tokenizer, dtype, check_config, keep_quantised):
         calls.append(("load", model, tokenizer, jnp.dtype(dtype).name))
         return "checkpoint"
 
@@ -540,7 +556,8 @@ def test_too_long_a_max_model_len_is_refused_before_any_weight_is_read(monkeypat
     def read(*_):
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(gguf.GGUFCheckpoint, "read_tensor", read)
+    for name in ("read_tensor", "read_quantised"):
+        monkeypatch.setattr(gguf.GGUFCheckpoint, name, read)
     with pytest.raises(ValueError, match="max_model_len must be at most the model's 8192"):
         LLM(model="smollm2-135m", max_model_len=8193)
 

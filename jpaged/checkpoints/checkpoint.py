@@ -58,6 +58,7 @@ def load_checkpoint(
     tokenizer: str | Path | None = None,
     dtype: DTypeLike,
     check_config: Callable[[LlamaConfig], None] | None = None,
+    keep_quantised: bool = False,
 ) -> Checkpoint:
     """Load a model.
 
@@ -68,6 +69,10 @@ def load_checkpoint(
         dtype: float32 or bfloat16; the tensors are converted one by one as they are read.
         check_config: called with the config before any weight is read, to raise where the model
             does not suit the caller; what it raises passes through.
+        keep_quantised: leave weights as a GGUF file has them (Q4_0, Q4_1 and Q8_0) where this
+            machine's CPU has kernels that read them so: a fraction of the bytes. `params` then
+            holds `pallas_kernels.quantised.Quantised` in place of these arrays, for an `Engine` on
+            a CPU.
 
     Raises:
         FileNotFoundError: nothing is there by that name, or a file that the folder promises is not.
@@ -88,7 +93,7 @@ def load_checkpoint(
     if tokenizer is not None and built is None:
         raise ValueError(f"tokenizer must be a folder or file with a tokenizer, got {tokenizer!r}")
     eos_token_ids = _eos_token_ids(source, built, config.vocab_size)
-    graphdef, params = load_parameters(config, source, dtype)
+    graphdef, params = load_parameters(config, source, dtype, keep_quantised=keep_quantised)
     return Checkpoint(
         name=str(model),
         config=config,

@@ -23,8 +23,10 @@ from gguf import (
 )
 
 from jpaged.checkpoints.gguf_tokenizer import tokenizer_from_metadata
+from jpaged.checkpoints.parameters import QuantisedRows
 from jpaged.checkpoints.tokenizer import PreTrainedTokenizerFast
 from jpaged.models import LlamaConfig, config_from_hf
+from pallas_kernels.quantised import GROUP as QUANTISED_GROUP
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -86,6 +88,13 @@ _HANDLED_KEYS = {
     "expert_used_count",
 }
 
+
+# Types of groups of QUANTISED_GROUP numbers with a float16 scale, by the bits of a number.
+_BITS = {
+    GGMLQuantizationType.Q4_0: 4,
+    GGMLQuantizationType.Q4_1: 4,
+    GGMLQuantizationType.Q8_0: 8,
+}
 
 _LENGTH = struct.Struct("=Q")  # of a string
 _JOINED_ROWS = 16  # that are dequantised as one
@@ -332,13 +341,40 @@ class GGUFCheckpoint:
 
     def read_tensor(self, name: str) -> np.ndarray:
         """Dequantise one tensor to float32."""
-        tensor = self._by_hf_name[name]
-        data = tensor.data
+        return self._dequantise(self._by_hf_name[name], self._rows(name))
+
+    def quantised_bits(self, name: str) -> int | None:
+        """Return the bits of a number in a tensor that `read_quantised` reads, else None."""
+        return _BITS.get(self._by_hf_name[name].tensor_type)
+
+    def read_quantised(self, name: str) -> QuantisedRows:
+        """Read one tensor as it is."""
+        kind = self._by_hf_name[name].tensor_type
+        rows = self._rows(name)
+        groups = rows.reshape(rows.shape[0], -1, GGML_QUANT_SIZES[kind][1])
+
+        def floats(begin: int) -> np.ndarray:
+            return np.ascontiguousarray(groups[..., begin : begin + 2]).view(np.float16)[..., 0]
+
+        scales = floats(0)
+        if kind == GGMLQuantizationType.Q8_0:
+            return QuantisedRows(groups[..., 2:].reshape(rows.shape[0], -1), scales, None)
+        # Numbers of 0 to 15; those of Q4_0 mean 8 less.
+        with np.errstate(over="ignore"):  # the caller looks at it
+            offsets = floats(2) if kind == GGMLQuantizationType.Q4_1 else scales * np.float16(-8)
+        halves = groups[..., -QUANTISED_GROUP // 2 :]
+        numbers = np.empty((*groups.shape[:2], QUANTISED_GROUP), np.uint8)
+        np.bitwise_and(halves, 15, out=numbers[..., : QUANTISED_GROUP // 2])
+        np.right_shift(halves, 4, out=numbers[..., QUANTISED_GROUP // 2 :])
+        return QuantisedRows(numbers.reshape(rows.shape[0], -1), scales, offsets)
+
+    def _rows(self, name: str) -> np.ndarray:
+        data = self._by_hf_name[name].data
         if ".q_proj." in name:
-            data = _unpermute(data, self.config.num_heads)
-        elif ".k_proj." in name:
-            data = _unpermute(data, self.config.num_kv_heads)
-        return self._dequantise(tensor, data)
+            return _unpermute(data, self.config.num_heads)
+        if ".k_proj." in name:
+            return _unpermute(data, self.config.num_kv_heads)
+        return data
 
     def _dequantise(self, tensor: ReaderTensor, data: np.ndarray) -> np.ndarray:
         rows = data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Set
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -13,6 +13,8 @@ from flax import nnx
 from jaxtyping import DTypeLike
 
 from jpaged.models import LlamaConfig, model_class
+from pallas_kernels.products import Table, reads_quantised
+from pallas_kernels.quantised import Quantised, groups_shape, pack
 
 _ALL = (...,)
 # The parts of a fused projection's outputs, by the tensors that fill them: see models/llama.py.
@@ -50,6 +52,14 @@ _LLAMA: dict[str, dict[str, tuple]] = {
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|lm_head\.weight")
 
 
+class QuantisedRows(NamedTuple):
+    """A matrix [out, in], scale * number + offset, in groups of 32 inputs."""
+
+    numbers: np.ndarray  # uint8 [out, in]: 0 to 15 where there are offsets, else the bytes of int8
+    scales: np.ndarray  # float16 [out, in / 32]
+    offsets: np.ndarray | None  # like scales
+
+
 class TensorSource(Protocol):
     """A checkpoint's tensors under Hugging Face's names and in its layout (matrices [out, in])."""
 
@@ -65,10 +75,24 @@ class TensorSource(Protocol):
         """Read one tensor (float32, float16, bfloat16 or float64)."""
 
 
+@runtime_checkable
+class QuantisedSource(TensorSource, Protocol):
+    """A checkpoint some of whose matrices may be quantised."""
+
+    def quantised_bits(self, name: str) -> int | None:
+        """Return the bits of a number in a tensor that `read_quantised` reads, else None."""
+
+    def read_quantised(self, name: str) -> QuantisedRows:
+        """Read one tensor as it is."""
+
+
 def load_parameters(
-    config: LlamaConfig, source: TensorSource, dtype: DTypeLike
+    config: LlamaConfig, source: TensorSource, dtype: DTypeLike, *, keep_quantised: bool = False
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Return the graphdef of the model that `config` describes, and its parameters on the device.
+
+    With keep_quantised, what CPUs have kernels for is `Quantised`, if the source has it so:
+    kernels, and the head in a `Table`, which holds the rows too where they are the embedding's.
 
     Only one stacked leaf is held on the host besides what is already on the device. Names and
     shapes of all tensors are checked before any is read: ValueError names the tensor, its shape and
@@ -84,10 +108,23 @@ def load_parameters(
     graphdef, abstract = nnx.split(model, nnx.Param)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     plans = [_LeafPlan(_dotted(path), leaf, config.num_layers) for path, leaf in leaves]
+    head = "embedding.table" if config.tie_word_embeddings else "head.table"
     _check_names(source, {name for plan in plans for name, _ in plan.tensors})
     for plan in plans:
         plan.check_shapes(source)
-    return graphdef, jax.tree_util.tree_unflatten(treedef, [plan.load(source) for plan in plans])
+
+    def load(plan: _LeafPlan) -> jax.Array | Quantised | Table:
+        quantised = None
+        wanted = keep_quantised and (not plan.is_table or plan.path == head)
+        if wanted and isinstance(source, QuantisedSource):
+            quantised = plan.load_quantised(source)
+        if quantised is None:
+            return plan.load(source)
+        if not plan.is_table:
+            return quantised
+        return Table(plan.load(source) if config.tie_word_embeddings else None, quantised)
+
+    return graphdef, jax.tree_util.tree_unflatten(treedef, [load(plan) for plan in plans])
 
 
 def _dotted(path: tuple) -> str:
@@ -100,6 +137,7 @@ class _LeafPlan:
 
     def __init__(self, path: str, leaf: jax.ShapeDtypeStruct, num_layers: int) -> None:
         stacked = path.startswith("layers.")
+        self.path = path
         self.shape, self.dtype = leaf.shape, leaf.dtype
         self.transposed = path.endswith(".kernel")  # ours [in, *out], theirs [out, in]
         self.is_table = path.endswith(".table")
@@ -130,6 +168,7 @@ class _LeafPlan:
                 )
 
     def load(self, source: TensorSource) -> jax.Array:
+        """The leaf, dequantised."""
         # JAX lets go of host memory that it has copied when it is next called: with this call, the
         # leaf before is gone before this one is filled.
         jax.device_put(np.int8(0)).block_until_ready()
@@ -142,6 +181,36 @@ class _LeafPlan:
                 tensor = np.moveaxis(tensor.reshape(*place.shape[1:], -1), -1, 0)
             place[...] = tensor if self.is_table else tensor.reshape(place.shape)
         return jax.device_put(host).block_until_ready()
+
+    def load_quantised(self, source: QuantisedSource) -> Quantised | None:
+        """The leaf (of a table its transpose, as the only layer) as the source has it; None where
+        that, or what kernels read, is something else."""
+        if not (self.is_table or self.transposed):
+            return None
+        outputs = self.shape[:1] if self.is_table else self.shape[2:]
+        found = {source.quantised_bits(name) for name, _ in self.tensors}
+        bits = found.pop()
+        if found or bits is None or not reads_quantised(self.shape[1], math.prod(outputs)):
+            return None
+        jax.device_put(np.int8(0)).block_until_ready()  # as `load` does
+        layers = 1 if self.is_table else self.shape[0]
+        groups = np.empty(groups_shape(layers, self.shape[1], math.prod(outputs), bits), np.uint8)
+        for layer in range(layers):
+            hosts: list[np.ndarray] = []  # numbers, scales and offsets: [*out, in]
+            for name, part in self.tensors:
+                if not self.is_table and part[0] != layer:
+                    continue
+                arrays = [array for array in source.read_quantised(name) if array is not None]
+                hosts = hosts or [np.empty((*outputs, x.shape[1]), x.dtype) for x in arrays]
+                for host, array in zip(hosts, arrays, strict=True):
+                    place = host if self.is_table else np.moveaxis(host, -1, 0)[part[1:]]
+                    rows = array.reshape(*place.shape[1:], -1)
+                    place[...] = array if self.is_table else np.moveaxis(rows, -1, 0)
+            if not all(np.isfinite(host).all() for host in hosts[1:]):
+                return None  # of NaN and infinity the kernels make other NaN
+            groups[layer] = pack(*(host.reshape(-1, host.shape[-1]) for host in hosts))
+        packed = jax.device_put(groups).block_until_ready()
+        return Quantised(packed, tuple(outputs), bits, np.dtype(self.dtype).name)
 
 
 def _check_names(source: TensorSource, wanted: Set[str]) -> None:

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from pallas_kernels.products import Arranged, Table, head_product, stacked_product
+from pallas_kernels.quantised import Quantised
 
 _INIT = jax.nn.initializers.normal(0.02)
 
@@ -67,7 +68,7 @@ class LayerOf(NamedTuple):
     """The kernel of one of several layers, as the value of a Linear's parameter: to be read in the
     stack of all (`pallas_kernels.products`)."""
 
-    stack: Float[Array, "L E ..."] | Arranged
+    stack: Float[Array, "L E ..."] | Arranged | Quantised
     layer: Int[Array, ""]
     num_live: Int[Array, ""]  # rows that count, the first ones
 
@@ -109,7 +110,10 @@ class Embedding(nnx.Module):
 
     def _rows(self) -> Float[Array, "V E"]:
         table = self.table.get_value()
-        return table.rows if isinstance(table, Table) else table
+        if not isinstance(table, Table):
+            return table
+        assert table.rows is not None, "a table without rows is a head's"
+        return table.rows
 
     def logits(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Return float32 x @ table.T, without a transpose (9x faster in bfloat16 on a CPU)."""

@@ -22,6 +22,7 @@ from jpaged.models.layers import (
 from jpaged.models.rope import RopeConfig, rotate, rotation
 from pallas_kernels import paged_attention, plan_attention, write_kv
 from pallas_kernels.products import Arranged, has_kernel
+from pallas_kernels.quantised import Quantised
 
 
 @dataclass(frozen=True)
@@ -212,13 +213,13 @@ class Llama(nnx.Module):
             )
         graphdef, layers = nnx.split(self.layers)
         paths, treedef = jax.tree_util.tree_flatten_with_path(
-            layers, is_leaf=lambda x: isinstance(x, Arranged)
+            layers, is_leaf=lambda x: isinstance(x, Arranged | Quantised)
         )
         leaves = [leaf for _, leaf in paths]
         # What a kernel reads in the stack of all layers; the scan takes the others apart.
         rows = row_tile or x.shape[0]
         in_stack = [
-            isinstance(leaf, Arranged)
+            isinstance(leaf, Arranged | Quantised)
             or (backend in ("auto", "llvm") and is_kernel(path) and has_kernel(rows, leaf))
             for path, leaf in paths
         ]

@@ -23,7 +23,7 @@ from jpaged.runner.kv_pool import (
 from jpaged.runner.programs import Programs
 from jpaged.runner.step_result import StepResult
 from jpaged.runner.swap_pool import SwapPool, measure_link, swap_blocks_in
-from jpaged.runner.weights import for_device
+from jpaged.runner.weights import for_device, weights_dtype
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> Array:
@@ -82,7 +82,7 @@ class ModelRunner:
         self.vocab_size = vocab_size
         leaf = jax.tree.leaves(params)[0]
         self.device = next(iter(leaf.devices()))
-        self._pool_dtype = storage_dtype(leaf.dtype, self.device.platform)
+        self._pool_dtype = storage_dtype(weights_dtype(params), self.device.platform)
         self._pool_axes = (num_layers, num_kv_heads, head_dim)
         self.bytes_per_block = block_bytes(
             num_layers, num_kv_heads, block_size, head_dim, self._pool_dtype

@@ -22,6 +22,7 @@ from jpaged.runner.block_moves import BlockMoves
 from jpaged.runner.buckets import Bucket, decode_buckets
 from jpaged.runner.compilations import compiler_options
 from jpaged.runner.step import Sampling, decode_steps, forward, prompt_logprobs, sample
+from jpaged.runner.weights import weights_dtype
 
 # Rows that the head and the sampler work on at once on a CPU: a step pays for the tiles that its
 # sampled rows fill, not for the bucket's padding. A GPU takes all rows at once.
@@ -92,7 +93,7 @@ class Programs:
         self._graphdef = graphdef
         leaves, self._treedef = jax.tree.flatten(params)
         self._leaves = [ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        self._dtype = leaves[0].dtype
+        self._dtype = weights_dtype(params)
         self._device = device
         self._backend = backend
         self._buckets = buckets

@@ -81,6 +81,12 @@ def tensors(config) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
+def tensors_of() -> Callable[[dict[str, Any]], dict[str, np.ndarray]]:
+    """Make the tensors of another config."""
+    return make_tensors
+
+
+@pytest.fixture
 def write_folder(tmp_path) -> Callable[..., Path]:
     """Write config and tensors as a folder; `shards` > 1 splits them over files with an index."""
 
@@ -119,11 +125,19 @@ def write_gguf(tmp_path) -> Callable[..., Path]:
 
     `metadata` adds or replaces keys (None drops one); a str is written as a string, an int as
     uint32, a float as float32, a list as an array. `extra` are further tensors under GGUF names,
-    `options` go to GGUFWriter.
+    `kinds` other types for some of these names, `options` go to GGUFWriter.
     """
 
     def write(
-        config, tensors, kind="F32", *, metadata=None, extra=None, architecture="llama", **options
+        config,
+        tensors,
+        kind="F32",
+        *,
+        metadata=None,
+        extra=None,
+        kinds=None,
+        architecture="llama",
+        **options,
     ) -> Path:
         path = tmp_path / "model.gguf"
         writer = gguf.GGUFWriter(path, architecture, **options)
@@ -158,12 +172,13 @@ def write_gguf(tmp_path) -> Callable[..., Path]:
             part = hf_name.split(".")[-2]
             written[gguf_name(hf_name)] = permute(tensor, heads[part]) if part in heads else tensor
         for key, tensor in (written | (extra or {})).items():
-            if tensor.ndim == 1 or kind == "F32":
+            own = (kinds or {}).get(key, kind)
+            if tensor.ndim == 1 or own == "F32":
                 writer.add_tensor(key, np.ascontiguousarray(tensor, np.float32))
-            elif kind == "I8":
+            elif own == "I8":
                 writer.add_tensor(key, tensor.astype(np.int8))
             else:
-                quantised = gguf.GGMLQuantizationType[kind]
+                quantised = gguf.GGMLQuantizationType[own]
                 data = gguf.quants.quantize(np.ascontiguousarray(tensor), quantised)
                 writer.add_tensor(key, data, raw_dtype=quantised)
         writer.write_header_to_file()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jpaged import SamplingParams
+from jpaged.checkpoints import load_checkpoint
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
 from jpaged.llm import LLM
@@ -66,7 +67,7 @@ def golden() -> Golden:
 
 @pytest.fixture(scope="module")
 def make_llm(smollm2):
-    def make(**overrides) -> LLM:
+    def make(checkpoint=smollm2, **overrides) -> LLM:
         settings = {
             "max_model_len": 1600,
             "max_num_seqs": 64,
@@ -74,7 +75,7 @@ def make_llm(smollm2):
             "enable_prefix_caching": False,
             "preemption_mode": "recompute",
         }
-        engine = Engine(smollm2, EngineConfig(**(settings | overrides)))
+        engine = Engine(checkpoint, EngineConfig(**(settings | overrides)))
         engine.warmup(progress=False)
         return LLM.from_engine(engine)
 
@@ -162,6 +163,16 @@ VARIANTS = {
         "frequency_penalty": 0.1,
     },
 }
+
+
+@pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.slow)])
+def test_greedy_tokens_of_weights_that_are_not_kept_quantised(make_llm, golden, backend):
+    """Of the short prompts alone, which few programs serve."""
+    plain = load_checkpoint("smollm2-135m", dtype="float32")
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 48, "num_blocks": 30}
+    llm = make_llm(plain, attention_backend=backend, max_model_len=256, **settings)
+    short = [row for row in some_rows(golden) if len(golden.prompts[row]) < 160]
+    check_against_golden(llm, golden, np.array(short), preemptions=2)
 
 
 def test_seeded_samples_are_the_same_alone_in_a_batch_and_after_preemption(small_pool, golden):

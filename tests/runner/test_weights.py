@@ -7,9 +7,10 @@ import pytest
 from flax import nnx
 
 from jpaged.models import Llama, LlamaConfig
-from jpaged.runner.weights import for_device
+from jpaged.runner.weights import for_device, reads_quantised_weights, weights_dtype
 from pallas_kernels import llvm_tiles
 from pallas_kernels.products import Arranged, Table, arrange
+from pallas_kernels.quantised import Quantised
 
 CPU = jax.devices("cpu")[0]
 
@@ -71,3 +72,37 @@ def test_other_backends_dtypes_and_machines_take_the_parameters(monkeypatch):
     assert all(isinstance(form, jax.Array) for form in half.values())
     monkeypatch.setattr(llvm_tiles, "has_tiles", lambda: False)
     assert all(isinstance(x, jax.Array) for x in forms(for_device(params, CPU, "auto")).values())
+
+
+def test_quantised_weights_stay_so():
+    """Copied, since each step reads them whole; of a table with its transpose only that one."""
+
+    def weights(start, *outputs):
+        size = 2 * 3 * 2 * 640
+        groups = (jnp.arange(size) + start).astype(jnp.uint8).reshape(2, 3, 2, 640)
+        return Quantised(groups, outputs, 4, "float32")
+
+    kernel = weights(0, 2, 48)
+    table = Table(jnp.ones((96, 64)), weights(1, 96))
+    params = {"head": {"table": table}, "layers": {"kernel": kernel}, "norm": jnp.ones(64)}
+    found = for_device(params, CPU, "auto")
+    assert found["norm"] is params["norm"] and found["head"]["table"].rows is table.rows
+    for before, after in (
+        (kernel, found["layers"]["kernel"]),
+        (table.quantised, found["head"]["table"].quantised),
+    ):
+        assert (after.outputs, after.bits, after.dtype_name) == (before.outputs, 4, "float32")
+        assert after.groups is not before.groups
+        np.testing.assert_array_equal(after.groups, before.groups)
+    with pytest.raises(
+        ValueError, match=r"loaded without keep_quantised for attention_backend='xla'"
+    ):
+        for_device(params, CPU, "xla")
+    assert weights_dtype({"a": kernel, "b": jnp.ones(2)}) == jnp.float32
+
+
+def test_who_keeps_weights_quantised(monkeypatch):
+    assert reads_quantised_weights("auto") and reads_quantised_weights("llvm")
+    assert not any(reads_quantised_weights(name) for name in ("xla", "triton", "mosaic"))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert not reads_quantised_weights("auto")

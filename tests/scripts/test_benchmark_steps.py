@@ -13,7 +13,7 @@ from jpaged.runner.buckets import Bucket
 @pytest.fixture
 def steps(scripts_on_path, tiny_checkpoint, monkeypatch):
     module = importlib.import_module("benchmark_steps")
-    monkeypatch.setattr(module, "load_checkpoint", lambda name, dtype: tiny_checkpoint)
+    monkeypatch.setattr(module, "load_checkpoint", lambda *a, **k: tiny_checkpoint)
     monkeypatch.setattr(module, "DECODES", 8)  # fewer buckets to compile
     return module
 
