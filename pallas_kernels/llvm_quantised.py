@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
@@ -30,9 +32,12 @@ from pallas_kernels.llvm_tiles import LANES, Action
 from pallas_kernels.quantised import COLUMNS, GROUP, Quantised, group_bytes
 
 AHEAD = 4  # groups that are asked for in advance
-# 16 in bfloat16, and where its next four bits are: their number is added.
-_SIXTEEN, _FOUR_BITS = 0x4180, 0x78
-BIAS = 16
+# What is taken off numbers of 4 bits, so that none is larger than the largest weights are: in a sum
+# with large ones the small ones would lose digits.
+CENTRE = 8
+# 0 to 15 less CENTRE as bits of bfloat16, twice: of an index of 5 bits the upper one is another
+# number's.
+_CENTRED = [int(x) for x in (np.arange(32) % 16 - CENTRE).astype(jnp.bfloat16).view(np.int16)]
 _BFLOATS = 2 * LANES
 
 
@@ -90,21 +95,17 @@ class Groups(Vectors):
         place = half * LANES * GROUP + pair * 2 * LANES
         return self._load(place, ir.VectorType(I8, 2 * LANES))
 
-    def biased_pairs(self, half: int, four: int) -> list[ir.Value]:
+    def centred_pairs(self, half: int, four: int) -> list[ir.Value]:
         """Numbers of LANES outputs and four pairs of inputs in bfloat16, exactly, as rows of a tile
-        of B (`llvm_tiles`). Those of 4 bits are BIAS too large: that costs two instructions."""
-        b = self.builder
+        of B (`llvm_tiles`); of those of 4 bits CENTRE is taken off. For machines with AVX512-BW."""
         if self.bits == 8:
             return [self._exact_pairs(half, 4 * four + i) for i in range(4)]
-
-        def constant(value: int) -> ir.Constant:
-            return ir.Constant(self.words, [value] * 2 * LANES)
-
         words, found = self._fours(half, four), []
+        table = ir.Constant(self.words, _CENTRED)
         for i in range(4):
-            shifted = b.shl(words, constant(3)) if i == 0 else b.lshr(words, constant(4 * i - 3))
-            bits = b.and_(shifted, constant(_FOUR_BITS))
-            found.append(b.or_(bits, constant(_SIXTEEN)))
+            shift = ir.Constant(self.words, [4 * i] * 2 * LANES)
+            shifted = self.builder.lshr(words, shift) if i else words
+            found.append(self.call("llvm.x86.avx512.permvar.hi.512", self.words, [table, shifted]))
         return found
 
     def _exact_pairs(self, half: int, pair: int) -> ir.Value:

@@ -28,7 +28,7 @@ from llvmlite import ir
 
 from pallas_kernels.llvm_build import F32, I8, I64, Work, at, build_handler, larger, loop, smaller
 from pallas_kernels.llvm_handler import Handler, call_handler, compiled_once
-from pallas_kernels.llvm_quantised import BIAS, Groups, asking
+from pallas_kernels.llvm_quantised import CENTRE, Groups, asking
 from pallas_kernels.llvm_tiles import (
     DEPTH,
     LANES,
@@ -125,7 +125,7 @@ def _multiply(sizes: Product, work: Work) -> None:
         group = group_of(step)
 
         def read_pairs(half: int, four: int) -> None:
-            for i, row in enumerate(group.biased_pairs(half, four)):
+            for i, row in enumerate(group.centred_pairs(half, four)):
                 tiles.keep(row, place, I64(half * TILE + (4 * four + i) * 64))
 
         further = b.mul(apart, steps)
@@ -172,7 +172,7 @@ def _multiply(sizes: Product, work: Work) -> None:
             scale, offset = group.scales(half), group.offsets(half)
             scales.append(scale)
             if offset is not None:
-                offsets.append(tiles.fma(tiles.constant(-BIAS), scale, offset))
+                offsets.append(tiles.fma(tiles.constant(CENTRE), scale, offset))
 
         def scale_row(block: int, half: int, row: int) -> None:
             place = vector_at(place_of(totals, block, half, row))
