@@ -187,7 +187,8 @@ def stacked_product(
     """x @ weights[layer], which is read where it lies, where `has_kernel` says so.
 
     XLA's CPU copies a layer's weights out of the stack first, and takes up to twice as long as
-    reading them takes. Sums are in float32, in an order that does not depend on the number of rows.
+    reading them takes. Sums are in float32, in an order that does not depend on the number of rows
+    (but of quantised bfloat16 on a machine without a matrix unit, where XLA takes many rows).
 
     Args:
         x: Rows, of the weights' dtype: float32 or bfloat16.

@@ -71,8 +71,9 @@ def load_checkpoint(
             does not suit the caller; what it raises passes through.
         keep_quantised: leave weights as a GGUF file has them (Q4_0, Q4_1 and Q8_0) where this
             machine's CPU has kernels that read them so: a fraction of the bytes. `params` then
-            holds `pallas_kernels.quantised.Quantised` in place of these arrays, for an `Engine` on
-            a CPU.
+            holds `pallas_kernels.quantised.Quantised` in place of these arrays, a head's in a
+            `pallas_kernels.products.Table`, for an `Engine` on a CPU whose attention backend is
+            auto or llvm.
 
     Raises:
         FileNotFoundError: nothing is there by that name, or a file that the folder promises is not.
