@@ -216,6 +216,14 @@ def test_what_is_arranged(monkeypatch):
     assert not arranges((2, 64, 96), "float32") and not has_head((96, 64), "float32")
 
 
+@pytest.mark.parametrize("hidden", ["amx-tile", "amx-bf16", "avx512bf16"])
+def test_a_machine_that_hides_a_part_of_it_has_none(hidden, monkeypatch):
+    """Kernels round to bfloat16 by AVX512-BF16: LLVM ends the process where it may not use that."""
+    features = dict.fromkeys(("amx-tile", "amx-bf16", "avx512bf16"), True) | {hidden: False}
+    monkeypatch.setattr(llvm_tiles.binding, "get_host_cpu_features", lambda: features)
+    assert not llvm_tiles.has_tiles.__wrapped__()
+
+
 def test_no_rows_and_other_devices():
     weights, table = arrange(jnp.zeros((2, 64, 3, 32))), Table(jnp.zeros((96, 64)))
     assert stacked_product(jnp.zeros((0, 64)), weights, 0).shape == (0, 3, 32)
